@@ -1,0 +1,1 @@
+"""One module a backend: its declaration, and an adapter that imports the kernel library only when used."""

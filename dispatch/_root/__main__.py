@@ -1,0 +1,5 @@
+"""``python -m attnmux``."""
+
+from attnmux.dispatch.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,149 @@
+"""What a backend can do: :class:`Claim`, a combination of constraints, and :class:`BackendInfo`, a backend's declaration."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from attnmux.dispatch.constraints import ANY, OFF, Constraint, OneOf, SameAs
+from attnmux.dispatch.device import DeviceSet
+from attnmux.dispatch.query import Query
+from attnmux.dispatch.reasons import Reason
+from attnmux.dispatch.requirements import Requirement
+from attnmux.dispatch.spec import RowClass, show
+
+if TYPE_CHECKING:
+    from attnmux.dispatch.backend import Backend
+
+ROW_CLASS_ANY = OneOf("image", "prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A combination that the backend runs exactly as the semantics say. What is not mentioned is not claimed.
+
+    Each attribute but the last constrains the field of that name; the defaults refuse every optional feature.
+    ``requires`` holds what this combination needs beyond the backend's own requirements.
+    """
+
+    device: DeviceSet
+    row_class: Constraint = ROW_CLASS_ANY
+    lengths: Constraint = OneOf("exact")
+    group: Constraint = ANY
+    num_q_heads: Constraint = ANY
+    num_kv_heads: Constraint = ANY
+    head_size: Constraint
+    dtype: Constraint
+    v_head_size: Constraint = SameAs("head_size")
+    scale: Constraint = ANY
+    q_dtype: Constraint = SameAs("dtype")
+    kv_dtype: Constraint = SameAs("dtype")
+    kv_scale: Constraint = OFF
+    page_size: Constraint
+    kv_layout: Constraint = OneOf("NHD")
+    attn_type: Constraint = OneOf("decoder")
+    causal: Constraint = OneOf(True)
+    sliding_window: Constraint = OFF
+    window_right: Constraint = OFF
+    chunk: Constraint = OFF
+    softcap: Constraint = OFF
+    alibi: Constraint = OFF
+    sinks: Constraint = OFF
+    mm_prefix: Constraint = OFF
+    rswa_window: Constraint = OFF
+    sparse: Constraint = OFF
+    return_lse: Constraint = OFF
+    batch_invariant: Constraint = OFF
+    requires: tuple[Requirement, ...] = ()
+
+    def constraint(self, field: str) -> Constraint:
+        """The constraint on one field."""
+        found: Constraint = getattr(self, field)
+        return found
+
+    def refusals(self, query: Query) -> tuple[Reason, ...]:
+        """Every field of the query that this claim does not cover."""
+        return tuple(
+            _reason(field, value, constraint) for field in CLAIM_FIELDS if not (constraint := getattr(self, field)).accepts(value := query.value(field), query)
+        )
+
+
+CLAIM_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Claim) if f.name != "requires")
+
+
+def _reason(field: str, value: object, constraint: Constraint) -> Reason:
+    if field == "device":
+        return Reason("device", field, str(getattr(value, "name", value)), constraint.wants())
+    code = "row-class" if field == "row_class" else "unsupported"
+    return Reason(code, field, show(value), constraint.wants())
+
+
+@dataclass(frozen=True, slots=True)
+class TestedOn:
+    """A recorded run of a backend's conformance checks on hardware."""
+
+    device: str
+    hardware: str
+    date: str
+    versions: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendInfo:
+    """A backend as its plugin declares it. Importing the declaring module must import no kernel library.
+
+    Args:
+        name: lower case, unique; what prefer, require and orders use.
+        summary: one line for ``attnmux backends``.
+        claims: what it can do; a query is accepted when one claim refuses nothing.
+        implementation: ``"package.module:Class"`` of a :class:`~attnmux.dispatch.backend.Backend`, or the class
+            itself; ``None`` while the code is not in (a note in a dry run, a reason on a real machine).
+        requires: what every claim needs.
+        graphs: row classes whose launches a CUDA graph may capture.
+        tested_on: recorded runs; where a device has none the support matrix says "declared, not run".
+    """
+
+    name: str
+    summary: str
+    claims: tuple[Claim, ...]
+    implementation: str | type[Backend] | None
+    requires: tuple[Requirement, ...] = ()
+    graphs: tuple[RowClass, ...] = ()
+    tested_on: tuple[TestedOn, ...] = ()
+
+    def requirements(self) -> tuple[Requirement, ...]:
+        """All requirements, of the backend and of its claims."""
+        return tuple(dict.fromkeys((*self.requires, *(r for claim in self.claims for r in claim.requires))))
+
+    def judge(self, query: Query) -> tuple[Claim | None, tuple[Reason, ...]]:
+        """The first claim that covers the query, or ``None`` and the reasons of the claim that came nearest."""
+        if not any(query.device in claim.device for claim in self.claims):
+            wanted = DeviceSet(*dict.fromkeys(p for claim in self.claims for p in claim.device.patterns))
+            return None, (_reason("device", query.device, wanted),)
+        nearest: tuple[Reason, ...] | None = None
+        for claim in self.claims:
+            refusals = claim.refusals(query)
+            if not refusals:
+                return claim, ()
+            if nearest is None or _distance(refusals) < _distance(nearest):
+                nearest = refusals
+        return None, nearest or ()
+
+
+def _distance(refusals: tuple[Reason, ...]) -> tuple[int, int]:
+    wrong_place = sum(reason.code in ("device", "row-class") for reason in refusals)
+    return wrong_place, len(refusals)
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """A registered name for a ``{row class: backend}`` map; in an order it stands for its parts."""
+
+    name: str
+    parts: tuple[tuple[RowClass, str], ...]
+    summary: str = ""
+
+    def part(self, row_class: RowClass) -> str | None:
+        """The backend that runs a row class, or ``None``."""
+        return dict(self.parts).get(row_class)

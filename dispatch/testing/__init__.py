@@ -1,0 +1,1 @@
+"""The conformance kit: every claim of a backend against the oracle, and every refusal."""

@@ -1,0 +1,1 @@
+"""Kernels: tensors in, tensors out, callable without the dispatcher."""

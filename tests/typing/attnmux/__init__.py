@@ -1,0 +1,1 @@
+../../../dispatch/_root/__init__.py

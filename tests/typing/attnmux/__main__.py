@@ -1,0 +1,1 @@
+../../../dispatch/_root/__main__.py

@@ -1,0 +1,1 @@
+../../../dispatch/_root/plugin.py
