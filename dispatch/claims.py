@@ -65,7 +65,9 @@ class Claim:
     def refusals(self, query: Query) -> tuple[Reason, ...]:
         """Every field of the query that this claim does not cover."""
         return tuple(
-            _reason(field, value, constraint) for field in CLAIM_FIELDS if not (constraint := getattr(self, field)).accepts(value := query.value(field), query)
+            _reason(field, value, constraint)
+            for field in CLAIM_FIELDS
+            if not (constraint := getattr(self, field)).accepts(value := query.value(field), query)
         )
 
 

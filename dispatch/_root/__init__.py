@@ -49,7 +49,7 @@ _HOMES = {
     "select": "selector",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = [*sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
