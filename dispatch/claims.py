@@ -10,7 +10,7 @@ from attnmux.dispatch.constraints import ANY, OFF, Constraint, OneOf, SameAs
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.query import Query
 from attnmux.dispatch.reasons import Reason
-from attnmux.dispatch.requirements import Requirement
+from attnmux.dispatch.requirements import Requirement, Toolchain
 from attnmux.dispatch.spec import RowClass, show
 
 if TYPE_CHECKING:
@@ -118,14 +118,19 @@ class BackendInfo:
         """All requirements, of the backend and of its claims."""
         return tuple(dict.fromkeys((*self.requires, *(r for claim in self.claims for r in claim.requires))))
 
-    def judge(self, query: Query) -> tuple[Claim | None, tuple[Reason, ...]]:
-        """The first claim that covers the query, or ``None`` and the reasons of the claim that came nearest."""
+    def judge(self, query: Query, toolchain: Toolchain | None) -> tuple[Claim | None, tuple[Reason, ...]]:
+        """The first claim that covers the query, or ``None`` and the reasons of the claim that came nearest.
+
+        With a ``toolchain`` (a real machine) what a claim requires counts; without one it does not.
+        """
         if not any(query.device in claim.device for claim in self.claims):
             wanted = DeviceSet(*dict.fromkeys(p for claim in self.claims for p in claim.device.patterns))
             return None, (_reason("device", query.device, wanted),)
         nearest: tuple[Reason, ...] | None = None
         for claim in self.claims:
             refusals = claim.refusals(query)
+            if toolchain is not None and claim.requires:
+                refusals += toolchain.unmet(claim.requires)
             if not refusals:
                 return claim, ()
             if nearest is None or _distance(refusals) < _distance(nearest):

@@ -125,6 +125,7 @@ class Probed:
     title: str
     index: int | None = None
     shared_memory: int | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ CODES: dict[str, str] = {
     "denied": "A deny setting names the backend.",
     "not-required": "A require setting names another backend.",
     "not-ordered": "No order of this platform names the backend; prefer or require can.",
+    "not-registered": "An order names a backend that no active plugin provides.",
 }
 """Every code, with what it means; ``docs/reasons.md`` is made from this table."""
 
@@ -59,6 +60,8 @@ class Reason:
             return f"denied by {self.offered}"
         if self.code == "not-required":
             return f"{self.offered} requires {self.wanted}"
+        if self.code == "not-registered":
+            return "no active plugin provides it"
         return "in no order for this device: prefer or require it by name"
 
     def to_dict(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from attnmux._version import __version__
+from attnmux._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from attnmux.dispatch.attention import Attention as Attention
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from attnmux.dispatch.errors import NoBackendError as NoBackendError
     from attnmux.dispatch.errors import PluginError as PluginError
     from attnmux.dispatch.errors import UnknownDeviceError as UnknownDeviceError
+    from attnmux.dispatch.host import devices as devices
+    from attnmux.dispatch.host import select as select
     from attnmux.dispatch.merge import merge_states as merge_states
     from attnmux.dispatch.selection import Selection as Selection
-    from attnmux.dispatch.selector import devices as devices
-    from attnmux.dispatch.selector import select as select
     from attnmux.dispatch.spec import AttentionSpec as AttentionSpec
     from attnmux.dispatch.spec import Limits as Limits
 
@@ -42,11 +42,11 @@ _HOMES = {
     "Selection": "selection",
     "UnknownDeviceError": "errors",
     "config": "config",
-    "devices": "selector",
+    "devices": "host",
     "merge_states": "merge",
     "reference_attention": "attention",
     "reload_config": "config",
-    "select": "selector",
+    "select": "host",
 }
 
 __all__ = [*sorted(_HOMES)]

@@ -1,0 +1,246 @@
+"""The front door: :class:`Attention`, one for each group of layers with the same needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnmux.dispatch import config as _config
+from attnmux.dispatch import host
+from attnmux.dispatch.backend import Backend, LayerArgs
+from attnmux.dispatch.batch import Batch
+from attnmux.dispatch.batch_checks import check_batch, page_bounds
+from attnmux.dispatch.call_checks import check_run, check_write
+from attnmux.dispatch.device import Device
+from attnmux.dispatch.errors import NoBackendError, complaint
+from attnmux.dispatch.operator import new_handle, split
+from attnmux.dispatch.plan import Plan
+from attnmux.dispatch.platform import Order
+from attnmux.dispatch.query import Lengths
+from attnmux.dispatch.selection import Selection
+from attnmux.dispatch.spec import AttentionSpec, Limits, RowClass
+from attnmux.dispatch.steering import Names
+
+__all__ = ["Attention", "Plan", "reference_attention"]
+
+
+class Attention:
+    """Attention for every layer that shares a spec, on one device.
+
+    Args:
+        spec: what the layers need.
+        device: as for :func:`attnmux.select`, but it must be in this machine.
+        limits: the largest batch; workspace is allocated from it once. ``None``: it grows as plans need it.
+        prefer, require, deny, order: as for :func:`attnmux.select`.
+
+    Attributes:
+        selection: the answer for exact host lengths.
+        spec, limits: as given.
+        torch_device: where tensors must be.
+
+    Raises:
+        NoBackendError: some row class has no backend.
+        PluginError: the selected backend's code fails to import.
+        ValueError: the device is not in this machine.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: str | torch.device | Device | None = None,
+        *,
+        limits: Limits | None = None,
+        prefer: Names | None = None,
+        require: Names | None = None,
+        deny: Names | None = None,
+        order: Sequence[str | Order] | str | None = None,
+    ) -> None:
+        self.spec = spec
+        self.limits = limits
+        self.selection = host.select(spec, device, prefer=prefer, require=require, deny=deny, order=order)
+        self._bounded = host.answer(spec, device, prefer=prefer, require=require, deny=deny, order=order, lengths="upper_bound")
+        found = self.selection.device
+        if not found.real:
+            raise ValueError(complaint("device", found.name, "a device of this machine", "select() answers dry runs; only a real device can run"))
+        self.torch_device = torch.device(found.torch_device)
+        self.synchronise = found.type == "cpu" or _config.debug()
+        self._backends = {name: host.registry().load_backend(name)(spec, found, host.options(name)) for name in self.selection.backends}
+        self._workspace: Tensor | None = None
+        self.handle = new_handle(self)
+        if limits is not None and (size := self.workspace_bytes(limits)):
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+
+    def plan(self, batch: Batch, into: Plan | None = None) -> Plan:
+        """Prepare a step; all layers of the group share the plan.
+
+        Args:
+            batch: the step's rows.
+            into: an earlier plan of this object to refresh in place, for instance one that a CUDA graph captured.
+
+        Raises:
+            TypeError, ValueError: the batch is wrong, does not fit the limits, or ``into`` had rows of other classes.
+            NoBackendError: upper-bound lengths were given and no backend takes them.
+        """
+        if into is None:
+            return Plan(self, batch)
+        if into.attention is not self:
+            raise ValueError("into is a plan of another Attention: refresh it there")
+        into.refresh(batch)
+        return into
+
+    def run(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Plan,
+        out: Tensor | None = None,
+        only: RowClass | None = None,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        q_scale: Tensor | float | None = None,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of one layer.
+
+        Args:
+            q: ``[tokens, Hq, D]`` in the spec's query dtype, last dimension contiguous.
+            k_cache, v_cache: ``[pages, page, Hkv, D]`` (NHD), ``[pages, Hkv, page, D]`` (HND) or packed ``[kv_tokens, Hkv, D]``;
+                strided views are fine. The step's own keys must have been written.
+            plan: from :meth:`plan` of this object.
+            out: ``[tokens, Hq, Dv]`` to write into; allocated when ``None``. Padding tokens are not written.
+            only: run the rows of one class and leave the rest of ``out`` alone.
+            sinks: float ``[Hq]``, with ``spec.sinks``.
+            alibi_slopes: float32 ``[Hq]``, with ``spec.alibi``.
+            q_scale, k_scale, v_scale: float, or float32 tensor ``[]`` or ``[Hkv]``; true value = stored value * scale.
+
+        Returns:
+            ``out``, or with ``spec.return_lse`` ``(out, lse)`` with ``lse`` float32 ``[tokens, Hq]``, natural log.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit the spec or the plan; nothing has been written.
+        """
+        if not isinstance(plan, Plan) or plan.attention is not self:
+            raise ValueError(complaint("plan", type(plan).__name__, "a plan made by this Attention"))
+        if out is None:
+            out = torch.empty((q.shape[0], self.spec.num_q_heads, self.spec.v_head_size), dtype=self.spec.dtype, device=q.device)
+        lse = torch.empty((q.shape[0], self.spec.num_q_heads), dtype=torch.float32, device=q.device) if self.spec.return_lse else None
+        (qt, qv), (kt, kv), (vt, vv) = split(q_scale), split(k_scale), split(v_scale)
+        torch.ops.attnmux.attention(q, k_cache, v_cache, out, lse, plan.handle, only, sinks, alibi_slopes, qt, kt, vt, qv, kv, vv)
+        return out if lse is None else (out, lse)
+
+    def write_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        k_scale: Tensor | float | None = None,
+        v_scale: Tensor | float | None = None,
+    ) -> None:
+        """Store new keys and values in the cache.
+
+        Args:
+            k, v: ``[tokens, Hkv, D]`` and ``[tokens, Hkv, Dv]`` in the spec's dtype.
+            k_cache, v_cache: as for :meth:`run`.
+            slot_mapping: int64 ``[tokens]``, ``page * page_size + offset`` (packed: the key's index); -1 is skipped.
+            k_scale, v_scale: as for :meth:`run`; an fp8 cache stores value / scale, saturated.
+
+        Raises:
+            TypeError, ValueError: an argument does not fit the spec; nothing has been written.
+        """
+        (kt, kv), (vt, vv) = split(k_scale), split(v_scale)
+        torch.ops.attnmux.write_kv(k, v, k_cache, v_cache, slot_mapping, self.handle, kt, vt, kv, vv)
+
+    def workspace_bytes(self, limits: Limits | None = None) -> int:
+        """Bytes of workspace for any batch within the limits (by default its own).
+
+        Raises:
+            ValueError: there are no limits.
+        """
+        limits = limits or self.limits
+        if limits is None:
+            raise ValueError("workspace_bytes needs limits: pass attnmux.Limits(...), here or to Attention")
+        return max((backend.workspace_bytes(limits) for backend in self._backends.values()), default=0)
+
+    def warmup(self) -> None:
+        """Compile or build whatever the limits can reach, so that nothing is compiled while serving.
+
+        Raises:
+            ValueError: there are no limits.
+        """
+        if self.limits is None:
+            raise ValueError("warmup needs limits: pass attnmux.Limits(...) to Attention")
+        for backend in self._backends.values():
+            backend.warmup(self.limits)
+
+    def backend(self, name: str) -> Backend:
+        """The instance that serves a route."""
+        if name not in self._backends:  # only routes of upper-bound lengths come late
+            self._backends[name] = host.registry().load_backend(name)(self.spec, self.selection.device, host.options(name))
+        return self._backends[name]
+
+    def selection_for(self, lengths: Lengths) -> Selection:
+        """The answer for exact or for upper-bound host lengths.
+
+        Raises:
+            NoBackendError: no backend takes upper bounds.
+        """
+        found = self.selection if lengths == "exact" else self._bounded
+        if not found.complete:
+            raise NoBackendError(host.no_backend_message(found), found)
+        return found
+
+    def workspace_for(self, backend: Backend, batch: Batch) -> Tensor | None:
+        """The shared workspace, grown if there are no limits and the batch needs more."""
+        if self.limits is None and (size := backend.plan_workspace_bytes(batch)) > (0 if self._workspace is None else self._workspace.numel()):
+            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+        return self._workspace
+
+    def store(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layer: LayerArgs) -> None:
+        """Check and write. Called by the operator."""
+        check_write(self.spec, k, v, k_cache, v_cache, slot_mapping, layer, self.torch_device, self.synchronise)
+        next(iter(self._backends.values())).write_kv(k, v, k_cache, v_cache, slot_mapping, layer)
+
+
+def reference_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    batch: Batch,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    **per_layer: Any,
+) -> tuple[Tensor, Tensor]:
+    """The oracle: dense attention in plain torch, on any device.
+
+    Args:
+        q, k, v: query, key pool and value pool as for :meth:`Attention.run`.
+        spec, batch: the question.
+        compute_dtype: ``torch.float64`` for a reference to measure errors against; the output has it then.
+        per_layer: ``sinks``, ``alibi_slopes``, ``q_scale``, ``k_scale``, ``v_scale``.
+
+    Returns:
+        ``(out [tokens, Hq, Dv], lse [tokens, Hq])``; padding tokens are 0 and ``-inf``.
+
+    Raises:
+        TypeError, ValueError: as for :meth:`Attention.plan` and :meth:`Attention.run`.
+    """
+    layer = LayerArgs(**per_layer)
+    check_batch(spec, batch, q.device, None, True)
+    wide = compute_dtype == torch.float64
+    out = torch.zeros((q.shape[0], spec.num_q_heads, spec.v_head_size), dtype=spec.dtype, device=q.device)
+    lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+    check_run(spec, batch.num_tokens, page_bounds(spec, batch), q, k, v, out, lse, layer, q.device, True)
+    if wide:
+        out, lse = out.double(), lse.double()
+    device = host.answer(spec, q.device).device
+    backend = host.registry().load_backend("reference")(spec, device, {"compute_dtype": compute_dtype})
+    backend.run(q, k, v, backend.plan(batch, None, None), out, lse, layer)
+    return out, lse

@@ -1,0 +1,149 @@
+"""A step's plan: rows sent to their backends, each with its prepared state. Shared by all layers of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnmux.dispatch.backend import Backend, LayerArgs
+from attnmux.dispatch.batch import Batch
+from attnmux.dispatch.batch_checks import check_batch, page_bounds
+from attnmux.dispatch.call_checks import check_run
+from attnmux.dispatch.errors import NoBackendError, complaint, suggest
+from attnmux.dispatch.operator import new_handle
+from attnmux.dispatch.rows import Group, class_signature, classify, group_rows
+from attnmux.dispatch.selection import Selection
+from attnmux.dispatch.spec import ROW_CLASSES, RowClass
+
+if TYPE_CHECKING:
+    from attnmux.dispatch.attention import Attention
+
+
+@dataclass(slots=True)
+class Part:
+    """One backend's rows.
+
+    Args:
+        group: which rows and tokens.
+        backend: runs them.
+        state: what the backend prepared.
+        index: int64 token indices to gather and scatter, ``None`` where a view does.
+    """
+
+    group: Group
+    backend: Backend
+    state: Any
+    index: Tensor | None
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
+        """Run on this part's tokens; what is not theirs is not touched."""
+        if self.index is None:
+            first, last = self.group.tokens or (0, q.shape[0])
+            self.backend.run(q[first:last], k_cache, v_cache, self.state, out[first:last], None if lse is None else lse[first:last], layer)
+            return
+        part_q = q.index_select(0, self.index)
+        part_out = torch.empty((part_q.shape[0], *out.shape[1:]), dtype=out.dtype, device=out.device)
+        part_lse = None if lse is None else torch.empty(part_q.shape[:2], dtype=lse.dtype, device=lse.device)
+        self.backend.run(part_q, k_cache, v_cache, self.state, part_out, part_lse, layer)
+        out.index_copy_(0, self.index, part_out)
+        if lse is not None and part_lse is not None:
+            lse.index_copy_(0, self.index, part_lse)
+
+
+class Plan:
+    """Made by :meth:`Attention.plan`; several may be live. Read-only for users.
+
+    Attributes:
+        batch: the batch it was made for.
+        row_classes: class of each row, ``None`` for rows without query tokens.
+        routes: row class -> backends that run its rows in this step.
+        num_tokens: query tokens it covers; later tokens of ``q`` are padding.
+        handle: 0-d int64 host tensor, the same for the plan's life, refreshed or not.
+    """
+
+    def __init__(self, attention: Attention, batch: Batch) -> None:
+        self.attention = attention
+        self.handle = new_handle(self)
+        self.row_classes: tuple[RowClass | None, ...] = ()
+        self._row_routes: list[str | None] = []
+        self._parts: list[Part] = []
+        self._by_class: dict[RowClass, list[Part]] = {}
+        self._prepare(batch, first=True)
+
+    def refresh(self, batch: Batch) -> None:
+        """The same plan for another step.
+
+        Raises:
+            ValueError: the rows' classes differ from before.
+        """
+        self._prepare(batch, first=False)
+
+    @property
+    def routes(self) -> dict[RowClass, tuple[str, ...]]:
+        found: dict[RowClass, dict[str, None]] = {}
+        for row_class, backend in zip(self.row_classes, self._row_routes, strict=True):
+            if row_class is not None and backend is not None:
+                found.setdefault(row_class, {})[backend] = None
+        return {c: tuple(found[c]) for c in ROW_CLASSES if c in found}
+
+    def execute(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, only: str | None, layer: LayerArgs) -> None:
+        """Check one layer's tensors, then run every part. Called by the operator."""
+        attn = self.attention
+        check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
+        for part in self._parts if only is None else self._parts_of(only):
+            part.run(q, k_cache, v_cache, out, lse, layer)
+
+    def _prepare(self, batch: Batch, first: bool) -> None:
+        attn = self.attention
+        check_batch(attn.spec, batch, attn.torch_device, attn.limits, attn.synchronise)
+        classes = tuple(classify(attn.spec, batch))
+        if not first and classes != self.row_classes:
+            raise ValueError(complaint("into", f"a plan of {class_signature(self.row_classes)}", class_signature(classes), "make a new plan"))
+        selection = attn.selection_for(batch.lengths)
+        routes = [None if c is None else _route(selection, c, q, k) for c, q, k in zip(classes, batch.query_lens, batch.key_lens, strict=True)]
+        bounds = page_bounds(attn.spec, batch) if attn.synchronise else None
+        parts = self._build(batch, routes, self._parts)
+        self._by_class = {c: self._build(batch, _only(routes, classes, c), earlier) for c, earlier in self._by_class.items()}
+        self.batch, self.row_classes, self.num_tokens = batch, classes, batch.num_tokens
+        self._row_routes, self._bounds, self._parts = routes, bounds, parts
+
+    def _build(self, batch: Batch, routes: list[str | None], previous: list[Part]) -> list[Part]:
+        groups = group_rows(routes, batch.query_lens)
+        states = [p.state for p in previous if len(previous) == len(groups)] or [None] * len(groups)
+        whole = len(groups) == 1 and len(groups[0].rows) == sum(n > 0 for n in batch.query_lens)
+        return [self._part(batch, group, whole, state) for group, state in zip(groups, states, strict=True)]
+
+    def _part(self, batch: Batch, group: Group, whole: bool, previous: Any) -> Part:
+        attn = self.attention
+        backend = attn.backend(group.backend)
+        rows = batch if whole else batch.take(group.rows)
+        index = None
+        if group.tokens is None and not whole:
+            starts = torch.tensor([0, *batch.query_lens]).cumsum(0).tolist()
+            tokens = torch.cat([torch.arange(starts[r], starts[r + 1]) for r in group.rows])
+            index = tokens.to(attn.torch_device, non_blocking=True)
+        return Part(group, backend, backend.plan(rows, attn.workspace_for(backend, rows), previous), index)
+
+    def _parts_of(self, only: str) -> list[Part]:
+        if only not in self.attention.spec.row_classes:
+            raise ValueError(f"only is {only!r}, wanted a row class of the spec: {suggest(only, self.attention.spec.row_classes)}")
+        row_class: RowClass = only
+        if row_class not in self._by_class:
+            self._by_class[row_class] = self._build(self.batch, _only(self._row_routes, self.row_classes, row_class), [])
+        return self._by_class[row_class]
+
+
+def _only(routes: list[str | None], classes: tuple[RowClass | None, ...], row_class: RowClass) -> list[str | None]:
+    return [route if c == row_class else None for route, c in zip(routes, classes, strict=True)]
+
+
+def _route(selection: Selection, row_class: RowClass, q_len: int, kv_len: int) -> str:
+    backend = selection.classes[row_class].route(q_len, kv_len)
+    if backend is None:
+        from attnmux.dispatch.explain import explain_failure
+
+        raise NoBackendError(explain_failure(selection), selection)
+    return backend

@@ -1,0 +1,91 @@
+"""Which rows belong to which class and route, and which keys a row may see. Host arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from attnmux.dispatch.batch import Batch
+from attnmux.dispatch.spec import MAX_DECODE_TOKENS, ROW_CLASSES, AttentionSpec, RowClass
+
+
+def classify(spec: AttentionSpec, batch: Batch) -> list[RowClass | None]:
+    """The class of each row, ``None`` for rows without query tokens."""
+    return [_class_of(spec, batch, row) for row in range(batch.num_seqs)]
+
+
+def _class_of(spec: AttentionSpec, batch: Batch, row: int) -> RowClass | None:
+    q_len = batch.query_lens[row]
+    if q_len == 0:
+        return None
+    if spec.mm_prefix and batch.mm_spans is not None:
+        first = 0 if batch.lengths == "upper_bound" else batch.key_lens[row] - q_len  # a bound does not say where the tokens are
+        if any(end > first for _, end, _ in batch.spans(row)):
+            return "image"
+    if spec.attn_type != "encoder_only" and q_len <= MAX_DECODE_TOKENS:
+        return "decode"
+    return "prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows that go to one backend in one call.
+
+    Args:
+        backend: its name.
+        rows: their indices, ascending.
+        tokens: ``(first, last + 1)`` where their tokens stand together, else ``None`` and they must be gathered.
+    """
+
+    backend: str
+    rows: tuple[int, ...]
+    tokens: tuple[int, int] | None
+
+
+def group_rows(routes: Sequence[str | None], query_lens: Sequence[int]) -> list[Group]:
+    """Rows by backend, in order of first appearance; rows without a route are left out."""
+    starts = [0]
+    for n in query_lens:
+        starts.append(starts[-1] + n)
+    by_backend: dict[str, list[int]] = {}
+    for row, backend in enumerate(routes):
+        if backend is not None:
+            by_backend.setdefault(backend, []).append(row)
+    groups = []
+    for backend, rows in by_backend.items():
+        together = all(starts[a + 1] == starts[b] for a, b in pairwise(rows))
+        groups.append(Group(backend, tuple(rows), (starts[rows[0]], starts[rows[-1] + 1]) if together else None))
+    return groups
+
+
+def visible_keys(spec: AttentionSpec, batch: Batch, row: int, prefix_len: int = 0, causal: bool = True) -> list[tuple[int, int]]:
+    """Half-open key ranges outside which no token of the row sees anything. May overlap, may be generous, never too small."""
+    q_len, kv_len = batch.query_lens[row], batch.key_lens[row]
+    if q_len == 0 or kv_len == 0:
+        return []
+    first = kv_len - q_len  # position of the first query token
+    if spec.attn_type == "cross":
+        return [(0, kv_len)]
+    if spec.rswa_window is not None:
+        return [(0, min(prefix_len, kv_len)), (max(0, first - spec.rswa_window + 1), kv_len)]
+    lo = 0
+    if spec.sliding_window is not None:
+        lo = max(lo, first - spec.sliding_window + 1)
+    if spec.chunk is not None:
+        size, lookback = spec.chunk
+        lo = max(lo, (max(first, 0) // size - lookback) * size)
+    ranges = [(max(lo, 0), kv_len)]
+    if spec.mm_prefix == "override_window":
+        spans = batch.spans(row)
+        groups = {group for start, end, group in spans if end > first and group is not None}
+        ranges += [(start, min(end, kv_len)) for start, end, group in spans if end > first or group in groups]
+    return ranges
+
+
+def class_signature(classes: Sequence[RowClass | None]) -> str:
+    """Row classes as text for an error: ``2 decode, 1 prefill``."""
+    counts = {c: sum(x == c for x in classes) for c in ROW_CLASSES}
+    empty = sum(c is None for c in classes)
+    parts = [f"{n} {c}" for c, n in counts.items() if n] + ([f"{empty} empty"] if empty else [])
+    return ", ".join(parts) or "no rows"

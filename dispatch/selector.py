@@ -1,0 +1,153 @@
+"""The selector: a pure function of spec, device, catalog, toolchain and steering. It probes nothing and caches nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attnmux.dispatch.device import Device
+from attnmux.dispatch.hints import hints_for
+from attnmux.dispatch.platform import Insertion, Order, Platform
+from attnmux.dispatch.query import Lengths, Query
+from attnmux.dispatch.reasons import Reason
+from attnmux.dispatch.registry import Catalog
+from attnmux.dispatch.requirements import Toolchain
+from attnmux.dispatch.selection import Candidate, ClassDecision, Ranking, Selection
+from attnmux.dispatch.spec import AttentionSpec, RowClass
+from attnmux.dispatch.steering import Steered
+
+NO_ORDER = Order((), "no order of this platform matches")
+
+
+def decide(spec: AttentionSpec, device: Device, lengths: Lengths, catalog: Catalog, toolchain: Toolchain, steered: Steered) -> Selection:
+    """Answer one question. Never raises for want of a backend: an incomplete selection says why."""
+    classes: dict[RowClass, ClassDecision] = {}
+    for row_class in spec.row_classes:
+        query = Query(spec, device, row_class, lengths)
+        classes[row_class] = _decide_class(query, catalog, toolchain, steered)
+    graphs = {c: tuple(n for n in d.backends if c not in catalog.backends[n].graphs) for c, d in classes.items()}
+    return Selection(spec, device, lengths, _name(classes, catalog), classes, graphs)
+
+
+def judge(name: str, query: Query, catalog: Catalog, toolchain: Toolchain, steered: Steered) -> tuple[tuple[Reason, ...], tuple[str, ...]]:
+    """A backend's reasons against a query, and its notes in a dry run. No reason means it can run."""
+    info = catalog.backends.get(name)
+    if info is None:
+        return (Reason("not-registered", name, name, "a registered backend"),), ()
+    reasons: list[Reason] = []
+    notes: list[str] = []
+    if denied := steered.denied(name, query.row_class):
+        reasons.append(Reason("denied", name, f"deny ({denied.source})", "no deny", f"remove {name} from deny ({denied.source})"))
+    required = steered.required(query.row_class)
+    wanted = [part for pick in required if (part := _part(pick.name, query.row_class, catalog))]
+    if required and name not in wanted:
+        what = " or ".join(wanted) or " or ".join(pick.name for pick in required)
+        reasons.append(Reason("not-required", name, required[0].source, what, f"drop require ({required[0].source})"))
+    claim, refusals = info.judge(query, toolchain if query.device.real else None)
+    reasons.extend(refusals)
+    unmet = toolchain.unmet(info.requires)
+    unmet_here = unmet if claim is None else unmet + toolchain.unmet(claim.requires)
+    absent = [Reason("not-in-yet", name, "declared", "code")] if info.implementation is None else []
+    absent += [Reason("load-failed", name, catalog.broken[name], "an import that works")] if name in catalog.broken else []
+    if query.device.real:
+        reasons.extend((*unmet, *absent))
+    else:
+        notes.extend(str(reason) for reason in (*unmet_here, *absent))
+    return tuple(reasons), tuple(notes)
+
+
+def _decide_class(query: Query, catalog: Catalog, toolchain: Toolchain, steered: Steered) -> ClassDecision:
+    platform = catalog.platforms.get(query.device.platform)
+    orders = [order for order in steered.orders if order.when.matches(query)]
+    orders += _platform_orders(platform, query, catalog)
+    chain: list[Order] = []
+    for order in orders:
+        chain.append(order)
+        if not order.banded:
+            break
+    else:
+        chain.append(NO_ORDER)
+    rankings = [_rank(order, orders[i:], query, catalog, toolchain, steered) for i, order in enumerate(chain)]
+    decision = ClassDecision(query.row_class, rankings[-1], tuple(rankings[:-1]), _broken_preferences(query, rankings[-1], catalog, steered))
+    return replace(decision, hints=hints_for(query, decision, catalog, toolchain, steered, judge))
+
+
+def _platform_orders(platform: Platform | None, query: Query, catalog: Catalog) -> list[Order]:
+    if platform is None:
+        return []
+    matching = [replace(o, source=o.source or f"platform {platform.name}") for o in platform.orders if o.when.matches(query)]
+    for insertion in catalog.insertions:
+        if insertion.when.matches(query):
+            matching = [_insert(order, insertion) for order in matching]
+    return matching
+
+
+def _insert(order: Order, insertion: Insertion) -> Order:
+    names = [name for name in order.names if name != insertion.name]
+    if insertion.before is None:
+        names.append(insertion.name)
+    elif insertion.before == "*":
+        names.insert(0, insertion.name)
+    elif insertion.before in names:
+        names.insert(names.index(insertion.before), insertion.name)
+    else:
+        return order
+    return replace(order, names=tuple(names), reason=f"{order.reason}; {insertion.name} placed by {insertion.source}: {insertion.reason}")
+
+
+def _rank(order: Order, rest: list[Order], query: Query, catalog: Catalog, toolchain: Toolchain, steered: Steered) -> Ranking:
+    """Candidates best first: preferred, the order's, then what lower orders name, then those that no order names."""
+    places: dict[str, str] = {}
+
+    def place(name: str, origin: str) -> None:
+        part = _part(name, query.row_class, catalog)
+        if part is not None:
+            places.setdefault(part, origin if part == name else f"{name}, {origin}")
+
+    for pick in steered.required(query.row_class):
+        place(pick.name, f"require ({pick.source})")
+    for pick in steered.prefer:
+        if pick.applies(query.row_class):
+            place(pick.name, f"prefer ({pick.source})")
+    for lower in (order, *rest):
+        for name in lower.names:
+            place(name, lower.source)
+        if not (lower.banded or lower.source in {o.source for o in steered.orders}):
+            break  # a platform's own order is complete; a user's falls through to what stands below it
+    candidates: list[Candidate] = []
+    for name in (*places, *(n for n in catalog.backends if n not in places)):
+        rank = len(candidates) + 1 if name in places else None
+        reasons, notes = judge(name, query, catalog, toolchain, steered)
+        if rank is None and not reasons:
+            reasons = (Reason("not-ordered", name, query.device.name, "an order", f'prefer="{name}"'),)
+        taken = any(c.status == "selected" for c in candidates)
+        status = "rejected" if reasons else "eligible" if taken else "selected"
+        candidates.append(Candidate(name, rank, status, reasons, notes, places.get(name, "")))  # type: ignore[arg-type]
+    return Ranking(order, tuple(candidates))
+
+
+def _part(name: str, row_class: RowClass, catalog: Catalog) -> str | None:
+    """A backend stands for itself, a composition for its part."""
+    composition = catalog.compositions.get(name)
+    return name if composition is None else composition.part(row_class)
+
+
+def _broken_preferences(query: Query, ranking: Ranking, catalog: Catalog, steered: Steered) -> tuple[str, ...]:
+    notes = []
+    by_name = {candidate.name: candidate for candidate in ranking.candidates}
+    for pick in steered.prefer:
+        part = _part(pick.name, query.row_class, catalog) if pick.applies(query.row_class) else None
+        if part is not None and by_name[part].status == "rejected":
+            why = "; ".join(map(str, by_name[part].reasons))
+            notes.append(f"prefer {pick.name} ({pick.source}) was not followed for {query.row_class}: {why}")
+    return tuple(notes)
+
+
+def _name(classes: dict[RowClass, ClassDecision], catalog: Catalog) -> str:
+    routes = {c: d.backend for c, d in classes.items() if d.backend is not None}
+    parts = tuple(dict.fromkeys(routes.values()))
+    if len(parts) == 1:
+        return parts[0]
+    for composition in catalog.compositions.values():
+        if all(composition.part(c) == backend for c, backend in routes.items()) and routes:
+            return composition.name
+    return "+".join(parts) or "none"
