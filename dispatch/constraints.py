@@ -175,6 +175,22 @@ class AnyOf:
         return " ".join(filter(None, (part.cell() for part in self.parts)))
 
 
+@dataclass(frozen=True, slots=True)
+class Not:
+    """Whatever another constraint refuses (conditions: head sizes that are no multiple of 32)."""
+
+    part: Constraint
+
+    def accepts(self, value: Any, query: Query) -> bool:
+        return not self.part.accepts(value, query)
+
+    def wants(self) -> str:
+        return f"other than {self.part.wants()}"
+
+    def cell(self) -> str:
+        return f"not {self.part.cell()}"
+
+
 ANY = Anything()
 OFF = Off()
 ON = On()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import shutil
@@ -31,17 +32,19 @@ class Package:
         name: the distribution, for instance ``flashinfer-python``.
         specifier: a version specifier (PEP 440), or empty for any.
         install: what to install to get it; by default the distribution itself.
+        also: other distributions that provide the same modules, looked for after ``name``.
     """
 
     name: str
     specifier: str = ""
     install: str = ""
+    also: tuple[str, ...] = ()
 
     def probe(self) -> str | None:
-        try:
-            return importlib.metadata.version(self.name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        for name in (self.name, *self.also):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(name)
+        return None
 
     def judge(self, found: str | None) -> Reason | None:
         wanted, todo = f"{self.name}{self.specifier}", f"pip install '{self.install or self.name + self.specifier}'"

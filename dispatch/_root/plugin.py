@@ -3,7 +3,7 @@
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.claims import BackendInfo, Claim, Composition, TestedOn
-from attnmux.dispatch.constraints import ANY, OFF, ON, YES_OR_NO, AnyOf, Constraint, OneOf, Range, SameAs
+from attnmux.dispatch.constraints import ANY, OFF, ON, YES_OR_NO, AnyOf, Constraint, Not, OneOf, Range, SameAs
 from attnmux.dispatch.device import Device, DeviceSet
 from attnmux.dispatch.health import Finding, HealthCheck
 from attnmux.dispatch.hookspecs import CONTRACT, hookimpl
@@ -36,6 +36,7 @@ __all__ = [
     "Insertion",
     "LayerArgs",
     "Limits",
+    "Not",
     "OneOf",
     "Order",
     "Package",
