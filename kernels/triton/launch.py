@@ -1,0 +1,264 @@
+"""Launching the kernels on tensors. Inputs are taken as checked; nothing here synchronises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnmux.kernels.triton.attention import paged_attention
+from attnmux.kernels.triton.combine import combine, merge
+from attnmux.kernels.triton.config import LaunchConfig, power_of_two
+from attnmux.kernels.triton.write import write_cache
+
+FP8_FORMATS: dict[torch.dtype, tuple[int, int, bool]] = {
+    torch.float8_e4m3fn: (3, 7, False),
+    torch.float8_e5m2: (2, 15, False),
+    torch.float8_e4m3fnuz: (3, 8, True),
+    torch.float8_e5m2fnuz: (2, 16, True),
+}
+"""Mantissa bits, exponent bias, and whether the format is fnuz."""
+
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What the layer's attention is, as the kernel's constants.
+
+    Args:
+        scale: of ``q.k``.
+        causal: 0 no, 1 yes, 2 per row.
+        window, window_right: keys to the left, itself included (0: none), and to the right where not causal.
+        chunk, lookback: chunked attention (0: none).
+        spans: 0 none, 1 override_window, 2 within_window.
+        rswa: window of R-SWA (0: none).
+        alibi: 0 none, 1 linear, 2 sqrt.
+        softcap: 0 none.
+        scale_by_head: whether k_scale and v_scale hold one value a KV head.
+        dtype: the compute dtype.
+        page_size: 0 for packed keys.
+        fp8_native: whether the target converts the cache's fp8 format itself; otherwise bytes are decoded with integer operations.
+    """
+
+    scale: float
+    dtype: torch.dtype
+    page_size: int
+    causal: int = 1
+    window: int = 0
+    window_right: int = 0
+    chunk: int = 0
+    lookback: int = 0
+    spans: int = 0
+    rswa: int = 0
+    alibi: int = 0
+    softcap: float = 0.0
+    scale_by_head: bool = False
+    fp8_native: bool = False
+
+
+@dataclass(slots=True)
+class Work:
+    """One launch of a step: its items and merges on the device, and how many of each are meant.
+
+    Args:
+        items: int32 ``[capacity, 5]``; row -1 means nothing to do.
+        merges: int32 ``[capacity, 4]``.
+        num_items, num_merges: how many lead the tables; a captured launch runs over the whole tables instead.
+        slot_out, slot_lse: float32 ``[slots, Hkv, BLOCK_M, Dv]`` and ``[slots, Hkv, BLOCK_M]``.
+        config: tile shape.
+        cut_tiles: see ``schedule``.
+    """
+
+    items: Tensor
+    merges: Tensor
+    num_items: int
+    num_merges: int
+    slot_out: Tensor
+    slot_lse: Tensor
+    config: LaunchConfig
+    cut_tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A step's rows on the device; see ``paged_attention`` for shapes."""
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    table: Tensor
+    prefix_lens: Tensor | None = None
+    causal: Tensor | None = None
+    row_span_start: Tensor | None = None
+    row_spans: Tensor | None = None
+    groups: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Per-layer inputs on the device; scales are float32 ``[1]`` or ``[Hkv]``."""
+
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+    q_scale: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, rows: Rows, work: Work, features: Features, layer: Layer) -> None:
+    """Attention of one launch into ``out`` and ``lse``.
+
+    Args:
+        q: ``[tokens, Hq, D]``.
+        k, v: ``[pages, page, Hkv, D]`` (any strides, last dimension contiguous), or packed ``[kv_tokens, Hkv, D]``.
+        out: ``[tokens, Hq, Dv]``; lse: float32 ``[tokens, Hq]``, contiguous, or ``None``.
+        rows, work, features, layer: the step, its cut, and the layer.
+    """
+    kv_heads, group = k.shape[-2], q.shape[1] // k.shape[-2]
+    config, capturing = work.config, q.is_cuda and torch.cuda.is_current_stream_capturing()
+    num_items = work.items.shape[0] if capturing else work.num_items
+    num_merges = work.merges.shape[0] if capturing else work.num_merges
+    if num_items == 0:
+        return
+    mantissa, bias, fnuz = FP8_FORMATS.get(k.dtype, (0, 0, False))
+    k_page, k_key, k_head = _strides(k)
+    v_page, v_key, v_head = _strides(v)
+    paged_attention[(num_items * kv_heads,)](
+        q_ptr=q,
+        k_ptr=_bytes(k),
+        v_ptr=_bytes(v),
+        out_ptr=out,
+        lse_ptr=lse,
+        slot_out_ptr=work.slot_out,
+        slot_lse_ptr=work.slot_lse,
+        items_ptr=work.items,
+        query_start_ptr=rows.query_start_loc,
+        seq_lens_ptr=rows.seq_lens,
+        table_ptr=rows.table,
+        prefix_lens_ptr=rows.prefix_lens,
+        causal_ptr=None if rows.causal is None else rows.causal.view(torch.uint8),
+        row_span_start_ptr=rows.row_span_start,
+        row_spans_ptr=rows.row_spans,
+        sinks_ptr=layer.sinks,
+        slopes_ptr=layer.slopes,
+        q_scale_ptr=layer.q_scale,
+        k_scale_ptr=layer.k_scale,
+        v_scale_ptr=layer.v_scale,
+        stride_q_token=q.stride(0),
+        stride_q_head=q.stride(1),
+        stride_k_page=k_page,
+        stride_k_key=k_key,
+        stride_k_head=k_head,
+        stride_v_page=v_page,
+        stride_v_key=v_key,
+        stride_v_head=v_head,
+        stride_out_token=out.stride(0),
+        stride_out_head=out.stride(1),
+        stride_table=rows.table.stride(0),
+        scale=features.scale,
+        softcap=features.softcap,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_SIZE=q.shape[2],
+        V_HEAD_SIZE=out.shape[2],
+        PAGE_SIZE=features.page_size,
+        CAUSAL=features.causal,
+        WINDOW=features.window,
+        WINDOW_RIGHT=features.window_right,
+        CHUNK=features.chunk,
+        LOOKBACK=features.lookback,
+        SPANS=features.spans if rows.row_spans is not None else 0,
+        GROUPS=rows.groups,
+        RSWA=features.rswa,
+        ALIBI=features.alibi,
+        SOFTCAP=features.softcap != 0,
+        SCALE_BY_HEAD=features.scale_by_head,
+        FP8=mantissa,
+        FP8_BIAS=bias,
+        FP8_FNUZ=fnuz,
+        FP8_NATIVE=mantissa != 0 and features.fp8_native,
+        DTYPE=_TRITON_DTYPES[features.dtype],
+        PRECISION="ieee" if features.dtype == torch.float32 else "tf32",
+        CUT_TILES=work.cut_tiles,
+        STAGED=config.staged,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=power_of_two(q.shape[2]),
+        BLOCK_DV=power_of_two(out.shape[2]),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if num_merges:
+        block_r = min(config.block_m, 16)
+        combine[(num_merges * kv_heads, config.block_m // block_r)](
+            slot_out_ptr=work.slot_out,
+            slot_lse_ptr=work.slot_lse,
+            merges_ptr=work.merges,
+            query_start_ptr=rows.query_start_loc,
+            out_ptr=out,
+            lse_ptr=lse,
+            sinks_ptr=layer.sinks,
+            stride_out_token=out.stride(0),
+            stride_out_head=out.stride(1),
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            V_HEAD_SIZE=out.shape[2],
+            BLOCK_M=config.block_m,
+            BLOCK_R=block_r,
+            BLOCK_DV=power_of_two(out.shape[2]),
+            num_warps=4,
+        )
+
+
+def store(new: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None, page_size: int, scale_by_head: bool) -> None:
+    """Write ``new [tokens, Hkv, D]`` at int64 ``slots``; fp8 caches hold ``value / scale``, rounded to nearest even and saturated."""
+    if slots.shape[0] == 0:
+        return
+    mantissa, bias, fnuz = FP8_FORMATS.get(cache.dtype, (0, 0, False))
+    page, key, head = _strides(cache)
+    write_cache[(slots.shape[0], new.shape[1])](
+        new_ptr=new,
+        cache_ptr=_bytes(cache),
+        slots_ptr=slots,
+        scale_ptr=scale,
+        largest=torch.finfo(cache.dtype).max,
+        stride_new_token=new.stride(0),
+        stride_new_head=new.stride(1),
+        stride_page=page,
+        stride_key=key,
+        stride_head=head,
+        SIZE=new.shape[2],
+        PAGE_SIZE=page_size,
+        SCALE_BY_HEAD=scale_by_head,
+        FP8=mantissa,
+        FP8_BIAS=bias,
+        FP8_FNUZ=fnuz,
+        BLOCK=triton.next_power_of_2(new.shape[2]),
+        num_warps=1,
+    )
+
+
+def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``outs [states, tokens, Hq, Dv]`` and ``lses`` float32 ``[states, tokens, Hq]`` (natural log) merged, the sink added once."""
+    outs, lses = outs.contiguous(), lses.contiguous()
+    states, tokens, heads, size = outs.shape
+    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    lse = torch.empty((tokens, heads), dtype=torch.float32, device=outs.device)
+    block_r = 8
+    merge[(triton.cdiv(tokens * heads, block_r),)](
+        outs, lses, sinks, out, lse, states, tokens * heads, HEADS=heads, V_HEAD_SIZE=size, BLOCK_R=block_r, BLOCK_DV=power_of_two(size), num_warps=4
+    )
+    return out, lse
+
+
+def _strides(cache: Tensor) -> tuple[int, ...]:
+    """Strides of page, key and head; of packed keys, the "page" is the first key of the row."""
+    return cache.stride()[:3] if cache.dim() == 4 else (cache.stride(0), *cache.stride()[:2])
+
+
+def _bytes(cache: Tensor) -> Any:
+    return cache.view(torch.uint8) if cache.dtype in FP8_FORMATS else cache

@@ -1,0 +1,100 @@
+"""Bytes and numbers: exact fp8 decoding and encoding with integer operations, scores, the online softmax."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def decode_fp8(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr):
+    """uint8 codes of an 8-bit float as fp32, exactly, on any target.
+
+    ``MANTISSA`` is 3 (e4m3) or 2 (e5m2). fn formats have NaN at the all-ones code of either sign (e5m2 also infinity); fnuz
+    formats have one NaN, where -0 would be. Source: OCP 8-bit floating point specification 1.0; fnuz after Noune et al. (2022).
+    """
+    bits = code.to(tl.int32)
+    magnitude = bits & 0x7F
+    exponent = magnitude >> MANTISSA
+    fraction = magnitude & ((1 << MANTISSA) - 1)
+    normal = (((exponent + (127 - BIAS)) << 23) | (fraction << (23 - MANTISSA))).to(tl.float32, bitcast=True)
+    smallest = tl.full(code.shape, (128 - BIAS - MANTISSA) << 23, tl.int32).to(tl.float32, bitcast=True)  # 2 ** (1 - BIAS - MANTISSA)
+    value = tl.where(exponent == 0, fraction.to(tl.float32) * smallest, normal)
+    nan = float("nan")
+    if FNUZ:
+        value = tl.where(bits == 0x80, nan, value)
+    elif MANTISSA == 3:
+        value = tl.where(magnitude == 0x7F, nan, value)
+    else:
+        value = tl.where(exponent == 31, tl.where(fraction == 0, float("inf"), nan), value)
+    return tl.where(bits >= 0x80, -value, value)
+
+
+@triton.jit
+def encode_fp8(x, largest, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr):
+    """fp32 to uint8 codes, rounded to nearest even, saturated at ``largest``; NaN stays NaN."""
+    bits = x.to(tl.int32, bitcast=True)
+    negative = bits < 0
+    size = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), largest)
+    exponent = tl.maximum((size.to(tl.int32, bitcast=True) >> 23) - 127, 1 - BIAS)
+    scale = ((127 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)  # 1 / quantum
+    magic = 12582912.0  # 1.5 * 2**23: adding it rounds to an integer, half to even
+    steps = ((size * scale + magic) - magic).to(tl.int32)
+    code = ((exponent + BIAS) << MANTISSA) + steps - (1 << MANTISSA)  # a carry moves into the exponent by itself
+    if FNUZ:
+        code = tl.where(negative & (code != 0), code | 0x80, code)
+        code = tl.where(x != x, 0x80, code)
+    else:
+        code = tl.where(negative, code | 0x80, code)
+        code = tl.where(x != x, 0x7F, code)
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def soft_cap(score, cap):
+    """``cap * tanh(score / cap)`` without overflow: exp saturates to infinity or 0, and both ends are exact."""
+    return cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E / cap)) + 1.0))
+
+
+@triton.jit
+def alibi_bias(slope, pos, key, SQRT: tl.constexpr):
+    """``[M, N]``: ``-slope * |q - k|``, or ``-slope * sqrt(q - k)`` and 0 beyond."""
+    distance = (pos[:, None] - key[None, :]).to(tl.float32)
+    if SQRT:
+        return -slope[:, None] * tl.sqrt(tl.maximum(distance, 0.0))
+    return -slope[:, None] * tl.abs(distance)
+
+
+@triton.jit
+def softmax_step(score, top, total):
+    """One tile of the online softmax, in base 2: ``(weights, new top, new total, correction)``.
+
+    ``score [M, N]`` holds ``-inf`` where masked. A row that has seen nothing keeps ``top`` at ``-inf`` and ``total`` at 0.
+    Source: Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022).
+    """
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+    weights = tl.exp2(score - pivot[:, None])
+    correction = tl.exp2(top - pivot)
+    return weights, new_top, total * correction + tl.sum(weights, axis=1), correction
+
+
+@triton.jit
+def merge_step(acc, top, total, state, lse):
+    """Add one state to a running one: ``acc [M, DV]``, ``top`` and ``total [M]``; ``lse [M]`` in base 2, ``-inf`` if empty."""
+    new_top = tl.maximum(top, lse)
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(lse - pivot)
+    correction = tl.exp2(top - pivot)
+    state = tl.where((lse == float("-inf"))[:, None], 0.0, state)  # an empty state may hold anything
+    return acc * correction[:, None] + state * weight[:, None], new_top, total * correction + weight
+
+
+@triton.jit
+def merge_sink(acc, top, total, sinks_ptr, head, valid):
+    """Add the sink: a state whose LSE is the logit and whose output is 0."""
+    sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+    return merge_step(acc, top, total, tl.zeros_like(acc), sink)
