@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from attnmux.dispatch.constraints import ANY, OFF, Constraint, OneOf, SameAs
 from attnmux.dispatch.device import DeviceSet
+from attnmux.dispatch.errors import complaint, suggest
 from attnmux.dispatch.query import Query
 from attnmux.dispatch.reasons import Reason
 from attnmux.dispatch.requirements import Requirement, Toolchain
-from attnmux.dispatch.spec import RowClass, show
+from attnmux.dispatch.spec import ROW_CLASSES, RowClass, show
 
 if TYPE_CHECKING:
     from attnmux.dispatch.backend import Backend
@@ -57,6 +59,14 @@ class Claim:
     batch_invariant: Constraint = OFF
     requires: tuple[Requirement, ...] = ()
 
+    def __post_init__(self) -> None:
+        for field in CLAIM_FIELDS:  # a bare value here would otherwise fail in the middle of somebody's select()
+            if not hasattr(getattr(self, field), "accepts"):
+                raise TypeError(
+                    complaint(f"{field} of a claim", repr(getattr(self, field)), f"a constraint, such as OneOf({getattr(self, field)!r})")
+                )
+        _check_requirements("requires of a claim", self.requires)
+
     def constraint(self, field: str) -> Constraint:
         """The constraint on one field."""
         found: Constraint = getattr(self, field)
@@ -64,14 +74,32 @@ class Claim:
 
     def refusals(self, query: Query) -> tuple[Reason, ...]:
         """Every field of the query that this claim does not cover."""
+        fields = CLAIM_FIELDS if query.row_class == "image" else TEXT_FIELDS
         return tuple(
             _reason(field, value, constraint)
-            for field in CLAIM_FIELDS
+            for field in fields
             if not (constraint := getattr(self, field)).accepts(value := query.value(field), query)
         )
 
 
 CLAIM_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Claim) if f.name != "requires")
+TEXT_FIELDS: tuple[str, ...] = tuple(name for name in CLAIM_FIELDS if name != "mm_prefix")
+"""What counts for prefill and decode rows: none of their tokens lies in a span, so the kind of spans means nothing there."""
+
+
+def check_name(what: str, name: object) -> None:
+    """Names stand in environment variables and on command lines.
+
+    Raises:
+        ValueError: it is not lower-case letters, digits and underscores.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        raise ValueError(complaint(f"the name of a {what}", repr(name), "lower-case letters, digits and underscores, a letter first"))
+
+
+def _check_requirements(what: str, requires: object) -> None:
+    if not isinstance(requires, tuple) or not all(isinstance(r, Requirement) for r in requires):
+        raise TypeError(complaint(what, repr(requires), "a tuple of requirements, such as (Package('acme'),)"))
 
 
 def _reason(field: str, value: object, constraint: Constraint) -> Reason:
@@ -114,6 +142,17 @@ class BackendInfo:
     graphs: tuple[RowClass, ...] = ()
     tested_on: tuple[TestedOn, ...] = ()
 
+    def __post_init__(self) -> None:
+        check_name("backend", self.name)
+        if not isinstance(self.claims, tuple) or not self.claims or not all(isinstance(claim, Claim) for claim in self.claims):
+            raise TypeError(complaint(f"claims of backend {self.name!r}", repr(self.claims), "a tuple of one or more Claims"))
+        if isinstance(self.implementation, str) and not re.fullmatch(r"[\w.]+:\w+", self.implementation):
+            raise ValueError(complaint(f"implementation of backend {self.name!r}", repr(self.implementation), "'package.module:Class'"))
+        _check_requirements(f"requires of backend {self.name!r}", self.requires)
+        for row_class in self.graphs:
+            if row_class not in ROW_CLASSES:
+                raise ValueError(f"graphs of backend {self.name!r} holds {row_class!r}: {suggest(str(row_class), ROW_CLASSES)}")
+
     def requirements(self) -> tuple[Requirement, ...]:
         """All requirements, of the backend and of its claims."""
         return tuple(dict.fromkeys((*self.requires, *(r for claim in self.claims for r in claim.requires))))
@@ -123,11 +162,12 @@ class BackendInfo:
 
         With a ``toolchain`` (a real machine) what a claim requires counts; without one it does not.
         """
-        if not any(query.device in claim.device for claim in self.claims):
+        here = [claim for claim in self.claims if query.device in claim.device]
+        if not here:
             wanted = DeviceSet(*dict.fromkeys(p for claim in self.claims for p in claim.device.patterns))
             return None, (_reason("device", query.device, wanted),)
         nearest: tuple[Reason, ...] | None = None
-        for claim in self.claims:
+        for claim in here:
             refusals = claim.refusals(query)
             if toolchain is not None and claim.requires:
                 refusals += toolchain.unmet(claim.requires)
@@ -139,8 +179,7 @@ class BackendInfo:
 
 
 def _distance(refusals: tuple[Reason, ...]) -> tuple[int, int]:
-    wrong_place = sum(reason.code in ("device", "row-class") for reason in refusals)
-    return wrong_place, len(refusals)
+    return sum(reason.code == "row-class" for reason in refusals), len(refusals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +189,13 @@ class Composition:
     name: str
     parts: tuple[tuple[RowClass, str], ...]
     summary: str = ""
+
+    def __post_init__(self) -> None:
+        check_name("composition", self.name)
+        classes = [row_class for row_class, _ in self.parts]
+        if not classes or len(set(classes)) != len(classes) or not set(classes) <= set(ROW_CLASSES):
+            wanted = "one backend each for one or more of " + ", ".join(ROW_CLASSES)
+            raise ValueError(complaint(f"parts of composition {self.name!r}", repr(self.parts), wanted))
 
     def part(self, row_class: RowClass) -> str | None:
         """The backend that runs a row class, or ``None``."""

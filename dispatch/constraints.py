@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from attnmux.dispatch.spec import show
+from attnmux.dispatch.errors import suggest
+from attnmux.dispatch.spec import SPEC_FIELD_NAMES, show
 
 if TYPE_CHECKING:
     from attnmux.dispatch.query import Query
@@ -110,7 +111,7 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """An integer in ``[lo, hi]`` and a multiple of ``of``; ``optional`` also accepts ``None``."""
+    """A number in ``[lo, hi]`` and a multiple of ``of``; ``optional`` also accepts ``None``."""
 
     lo: int = 1
     hi: int | None = None
@@ -120,6 +121,8 @@ class Range:
     def accepts(self, value: Any, query: Query) -> bool:
         if value is None:
             return self.optional
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
         return bool(self.lo <= value and (self.hi is None or value <= self.hi) and value % self.of == 0)
 
     def wants(self) -> str:
@@ -129,7 +132,7 @@ class Range:
 
     def cell(self) -> str:
         span = f"{self.lo}+" if self.hi is None else f"{self.lo}-{self.hi}"
-        return span + (f" %{self.of}" if self.of > 1 else "") + (" packed" if self.optional else "")
+        return span + (f" %{self.of}" if self.of > 1 else "") + (" or none" if self.optional else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,10 @@ class SameAs:
     """Equal to another field of the spec (a cache in the query's dtype, values as wide as keys)."""
 
     other: str
+
+    def __post_init__(self) -> None:
+        if self.other not in SPEC_FIELD_NAMES:
+            raise ValueError(f"SameAs names the field {self.other!r}: {suggest(self.other, SPEC_FIELD_NAMES)}")
 
     def accepts(self, value: Any, query: Query) -> bool:
         return bool(value == query.value(self.other))
@@ -154,6 +161,8 @@ class AnyOf:
     __slots__ = ("parts",)
 
     def __init__(self, *parts: Constraint) -> None:
+        if not parts:
+            raise ValueError("AnyOf needs at least one constraint")
         self.parts = parts
 
     def __eq__(self, other: object) -> bool:

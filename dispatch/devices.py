@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import importlib
-import re
+import logging
 from collections.abc import Sequence
 
 import torch
 
-from attnmux.dispatch.device import DEVICE_TYPES, Device, sm_version
+from attnmux.dispatch.device import DEVICE_TYPES, Device, sm_version, spelled_arch
 from attnmux.dispatch.errors import UnknownDeviceError, suggest
 from attnmux.dispatch.platform import Arch, Platform, Probed
 from attnmux.dispatch.registry import Catalog
 
+_log = logging.getLogger("attnmux")
+
 
 def probe_machine(catalog: Catalog) -> tuple[Device, ...]:
-    """The devices of this machine, accelerators first. Creates no context."""
+    """The devices of this machine, accelerators first. Creates no context. A probe that fails is logged and finds nothing."""
     probes = dict.fromkeys(p.probe for p in catalog.platforms.values() if p.probe)
-    found: list[Probed] = []
+    found: list[Device] = []
     for probe in probes:
         module, _, function = probe.partition(":")
-        found.extend(getattr(importlib.import_module(module), function)())
-    found.sort(key=lambda p: (DEVICE_TYPES.index(p.type), p.index or 0))
-    return tuple(_device(catalog, p.type, p.arch, p) for p in found)
+        try:
+            found.extend([_device(catalog, p.type, p.arch, p) for p in getattr(importlib.import_module(module), function)()])
+        except Exception as error:  # a plugin's probe must not take the host down
+            _log.warning("the device probe %s failed, what it would have found is left out: %s: %s", probe, type(error).__name__, error)
+    return tuple(sorted(found, key=lambda d: (DEVICE_TYPES.index(d.type), d.index or 0)))
 
 
 def known_names(catalog: Catalog) -> list[str]:
     """The device names that the platforms' tables list."""
     names = [f"{kind}:{arch}" for p in catalog.platforms.values() for arch in p.archs for kind in [_type_of(p)] if kind in ("cuda", "rocm")]
-    return [*names, "xpu", "cpu"]
+    return [*names, *(kind for kind in ("xpu", "cpu") if any(_type_of(p) == kind for p in catalog.platforms.values()))]
 
 
 def resolve(device: str | torch.device | Device | None, catalog: Catalog, machine: Sequence[Device]) -> Device:
     """The device meant by an argument.
 
     Args:
-        device: ``None`` (the first accelerator here, else the CPU), ``"cuda:0"``, ``"cuda:sm100"``, ``"rocm:mi300"``,
+        device: ``None`` (the first accelerator here that torch can drive, else the CPU), ``"cuda:0"``, ``"cuda:sm100"``, ``"rocm:mi300"``,
             ``"xpu"``, ``"cpu"``, a ``torch.device`` or a :class:`Device`.
 
     Raises:
@@ -45,7 +49,8 @@ def resolve(device: str | torch.device | Device | None, catalog: Catalog, machin
     if isinstance(device, Device):
         return device
     if device is None:
-        return machine[0] if machine else _device(catalog, "cpu", _default_arch(catalog, "cpu"), None)
+        usable = next((d for d in machine if d.real), None)
+        return usable or _device(catalog, "cpu", _default_arch(catalog, "cpu"), None)
     if isinstance(device, torch.device):
         kind = "rocm" if device.type == "cuda" and torch.version.hip else device.type
         device = kind if device.index is None or kind == "cpu" else f"{kind}:{device.index}"
@@ -62,9 +67,11 @@ def _resolve_name(name: str, catalog: Catalog, machine: Sequence[Device]) -> Dev
     if kind not in DEVICE_TYPES:
         raise UnknownDeviceError(f"unknown device {name!r}: {suggest(name, known_names(catalog))}")
     here = [d for d in machine if d.type == kind]
+    if kind == "cpu" and arch == "0":
+        arch = ""  # torch's name for it
     if arch == "" and here:
         return here[0]
-    if arch.isdigit() and kind != "cpu":
+    if arch.isdecimal() and kind != "cpu":
         for d in here:
             if d.index == int(arch):
                 return d
@@ -74,13 +81,14 @@ def _resolve_name(name: str, catalog: Catalog, machine: Sequence[Device]) -> Dev
             known = ", ".join(n for n in known_names(catalog) if n.startswith(kind))
             raise UnknownDeviceError(f"this machine has no {kind} device; name an architecture for a dry run: {known}")
         arch = _default_arch(catalog, kind)
-    arch = re.sub(r"^sm_?(\d+)[af]?$", r"sm\1", arch)
+    spelled = spelled_arch(kind, arch)
     for d in here:
-        if d.arch == arch:
+        if d.arch == spelled:
             return d
-    if (kind == "cuda") != (sm_version(arch) is not None) or (kind == "rocm" and not re.fullmatch(r"gfx[0-9a-f]{3,5}", arch)):
+    listed = any(spelled in p.archs for p in catalog.platforms.values() if _type_of(p) == kind)
+    if spelled is None or (kind == "cpu" and not listed):  # accelerators not listed go by the nearest rule
         raise UnknownDeviceError(f"unknown device {name!r}: {suggest(name, known_names(catalog))}")
-    return _device(catalog, kind, arch, None)
+    return _device(catalog, kind, spelled, None)
 
 
 def _device(catalog: Catalog, kind: str, arch: str, probed: Probed | None) -> Device:
@@ -93,7 +101,7 @@ def _device(catalog: Catalog, kind: str, arch: str, probed: Probed | None) -> De
         arch=arch,
         title=probed.title if probed else limits.title,
         platform=platform.name,
-        real=probed is not None,
+        real=probed is not None and not probed.note,
         index=probed.index if probed else None,
         shared_memory=(probed.shared_memory if probed else None) or limits.shared_memory,
         features=limits.features,

@@ -7,7 +7,7 @@ from typing import Any
 
 from attnmux.dispatch.constraints import Constraint, either
 from attnmux.dispatch.device import DeviceSet
-from attnmux.dispatch.errors import ConfigError, suggest
+from attnmux.dispatch.errors import ConfigError, complaint, suggest
 from attnmux.dispatch.query import QUERY_FIELDS, Query
 from attnmux.dispatch.spec import ROW_CLASSES, RowClass
 
@@ -49,6 +49,8 @@ def when(device: str | DeviceSet | None = None, row_class: str | tuple[str, ...]
     for name in fields:
         if name not in QUERY_FIELDS[2:]:
             raise ConfigError(f"unknown field {name!r} in a condition: {suggest(name, QUERY_FIELDS[2:])}")
+    if device is not None and not isinstance(device, str | DeviceSet):
+        raise ConfigError(f"device of a condition is {device!r}, wanted a pattern such as 'cuda:sm90'")
     classes: Any = (row_class,) if isinstance(row_class, str) else tuple(row_class)
     for name in classes:
         if name not in ROW_CLASSES:
@@ -75,9 +77,24 @@ class Order:
     kv_len: Band | None = None
     source: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.names, tuple) or not all(isinstance(name, str) and name for name in self.names):
+            raise ConfigError(f"names of an order are {self.names!r}, wanted a tuple of backend names")
+        for field_name, band in (("q_len", self.q_len), ("kv_len", self.kv_len)):
+            if band is not None and not _is_band(band):
+                raise ConfigError(f"{field_name} of an order is {band!r}, wanted (lowest, highest) or (lowest, None)")
+
     @property
     def banded(self) -> bool:
         return self.q_len is not None or self.kv_len is not None
+
+
+def _is_band(band: object) -> bool:
+    """Two whole numbers, the first at least 0 and not above the second, which may be open."""
+    if not isinstance(band, tuple) or len(band) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in band if n is not None):
+        return False
+    lo, hi = band
+    return lo is not None and lo >= 0 and (hi is None or lo <= hi)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +135,14 @@ class Arch:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """A device found on this machine by a platform's ``probe``."""
+    """A device found on this machine by a platform's ``probe``.
+
+    Args:
+        type, arch, title: as in :class:`~attnmux.dispatch.device.Device`.
+        index: ordinal among the visible devices of its type.
+        shared_memory: bytes one block may use, where the system tells.
+        note: why this build of torch cannot drive it; such a device is listed, and every answer for it is a dry run.
+    """
 
     type: str
     arch: str
@@ -149,3 +173,11 @@ class Platform:
     orders: tuple[Order, ...]
     probe: str = ""
     generic: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.devices, DeviceSet):
+            raise TypeError(complaint(f"devices of platform {self.name!r}", repr(self.devices), "a DeviceSet"))
+        if not isinstance(self.orders, tuple) or not all(isinstance(order, Order) for order in self.orders):
+            raise TypeError(complaint(f"orders of platform {self.name!r}", repr(self.orders), "a tuple of Orders"))
+        if not all(isinstance(arch, Arch) for arch in self.archs.values()):
+            raise TypeError(complaint(f"archs of platform {self.name!r}", repr(self.archs), "{name: Arch}"))

@@ -33,7 +33,7 @@ def sinks_before_hopper(*others: str) -> Order:
     """Sinks go to Triton on NVIDIA GPUs older than Hopper."""
     return Order(
         ("triton", *others),
-        "before Hopper sinks run in a FlashInfer variant that is built for every head size and dtype; Triton has them in its one kernel",
+        "before Hopper the only other fast kernel with sinks is a FlashInfer variant without softcap or fp8 keys; Triton has them all",
         when(sinks=ON),
     )
 

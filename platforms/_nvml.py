@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ import torch
 from attnmux.dispatch.platform import Probed
 from attnmux.platforms._family import visible
 
+_log = logging.getLogger("attnmux")
+
+_DRIVER_NOT_LOADED = 9
 _TEXT = 96
 """Bytes of the longest name or UUID NVML returns (``NVML_DEVICE_NAME_V2_BUFFER_SIZE``)."""
 
@@ -44,13 +48,19 @@ def probe() -> list[Probed]:
 
 
 def gpus(library: Any, environ: Mapping[str, str]) -> list[Probed]:
-    """The same from a loaded library and an environment."""
-    if library.nvmlInit_v2() != 0:
+    """The same from a loaded library and an environment. A driver that answers with an error is logged and has no GPUs."""
+    status = library.nvmlInit_v2()
+    if status == _DRIVER_NOT_LOADED:
         return []
     try:
+        _check(status)
         units = list(_units(library))
+    except OSError as error:
+        _log.warning("NVIDIA GPUs are left out: %s", error)
+        return []
     finally:
-        library.nvmlShutdown()
+        if status == 0:
+            library.nvmlShutdown()
     chosen = [units[i] for i in visible(environ.get("CUDA_VISIBLE_DEVICES"), [unit.uuid for unit in units])]
     first_mig = next((i for i, unit in enumerate(chosen) if unit.is_mig), len(chosen))
     note = "" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA and cannot drive it"

@@ -1,0 +1,37 @@
+"""torch's FlexAttention: the portable fallback, any mask on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from attnmux.backends._claims import HALF, every_mask
+from attnmux.dispatch.claims import BackendInfo
+from attnmux.dispatch.constraints import OneOf, Range
+from attnmux.dispatch.device import DeviceSet
+from attnmux.dispatch.hookspecs import hookimpl
+from attnmux.dispatch.requirements import Package
+
+attnmux_contract = "1.0"
+
+CLAIMS = (
+    every_mask(
+        DeviceSet("cuda", "rocm", "xpu", "cpu"),
+        head_size=Range(16, 256, of=8),
+        dtype=OneOf(*HALF.values, torch.float32),
+        # a page is a block of the block mask; NHD only, because an HND pool is no view of one run of keys
+        page_size=OneOf(None, 16, 32, 64, 128, 256),
+    ),
+)
+
+
+@hookimpl
+def attnmux_backends() -> Iterable[BackendInfo]:
+    yield BackendInfo(
+        name="flex",
+        summary="torch FlexAttention: any mask, any device",
+        claims=CLAIMS,
+        implementation=None,
+        requires=(Package("torch", ">=2.11"),),
+    )

@@ -1,0 +1,54 @@
+"""attnmux's own Triton kernels: every semantic on every GPU, from one code base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from attnmux.backends._claims import HALF, LAYOUTS, every_mask
+from attnmux.dispatch.claims import BackendInfo
+from attnmux.dispatch.constraints import YES_OR_NO, AnyOf, OneOf, Range, SameAs
+from attnmux.dispatch.device import DeviceSet
+from attnmux.dispatch.hookspecs import hookimpl
+from attnmux.dispatch.requirements import Package, Setting
+from attnmux.dispatch.spec import FP8_DTYPES
+
+attnmux_contract = "1.0"
+
+TRITON = Package("triton", ">=3.4", also=("triton-rocm", "pytorch-triton-rocm", "triton-xpu", "pytorch-triton-xpu"))
+"""torch's ROCm and XPU builds bring the same module under other names."""
+
+SIZES = Range(16, 512, of=8)
+FULL = replace(
+    every_mask(
+        DeviceSet("cuda:sm80+", "rocm", "xpu"), head_size=SIZES, dtype=OneOf(*HALF.values, torch.float32), page_size=Range(1, 1056, optional=True)
+    ),
+    v_head_size=SIZES,
+    # where the device lacks an fp8 format its bytes are decoded by integer operations, so each format works everywhere
+    q_dtype=AnyOf(SameAs("dtype"), OneOf(*FP8_DTYPES)),
+    kv_dtype=AnyOf(SameAs("dtype"), OneOf(*FP8_DTYPES)),
+    kv_scale=OneOf(None, "tensor", "head"),
+    kv_layout=LAYOUTS,
+    batch_invariant=YES_OR_NO,
+)
+CLAIMS = (
+    FULL,
+    # Turing multiplies matrices in fp16 only; bf16 compiles to scalar arithmetic there, in ten seconds and more a kernel
+    replace(FULL, device=DeviceSet("cuda:sm75..sm79"), dtype=OneOf(torch.float16)),
+    # the interpreter's bf16 arithmetic is wrong in Triton 3.6 to 3.9
+    replace(FULL, device=DeviceSet("cpu"), dtype=OneOf(torch.float16, torch.float32), requires=(Setting("TRITON_INTERPRET", "1"),)),
+)
+
+
+@hookimpl
+def attnmux_backends() -> Iterable[BackendInfo]:
+    yield BackendInfo(
+        name="triton",
+        summary="attnmux's own Triton kernels: every semantic, every GPU",
+        claims=CLAIMS,
+        implementation="attnmux.backends.triton_backend:TritonBackend",
+        requires=(TRITON,),
+        graphs=("prefill", "decode"),
+    )
