@@ -107,9 +107,9 @@ def read_base(environ: Mapping[str, str]) -> Base:
     steerings = [
         steer(
             "environment",
-            prefer=_picks(environ, "ATTNMUX_PREFER"),
-            require=_picks(environ, "ATTNMUX_REQUIRE"),
-            deny=_picks(environ, "ATTNMUX_DENY"),
+            prefer=parse_names(environ.get("ATTNMUX_PREFER", ""), "ATTNMUX_PREFER"),
+            require=parse_names(environ.get("ATTNMUX_REQUIRE", ""), "ATTNMUX_REQUIRE"),
+            deny=parse_names(environ.get("ATTNMUX_DENY", ""), "ATTNMUX_DENY"),
             order=environ.get("ATTNMUX_ORDER") or None,
         )
     ]
@@ -134,9 +134,13 @@ def _path(environ: Mapping[str, str]) -> Path | None:
     return path if path.is_file() else None
 
 
-def _picks(environ: Mapping[str, str], name: str) -> Names | None:
-    """``a,b`` as a list, ``decode=a,prefill=b`` as a mapping."""
-    text = environ.get(name, "").strip()
+def parse_names(text: str, where: str) -> Names | None:
+    """``a,b`` as a list, ``decode=a,prefill=b`` as a mapping, nothing as ``None``.
+
+    Raises:
+        ConfigError: both forms are mixed; ``where`` says in what.
+    """
+    text = text.strip()
     if not text:
         return None
     plain: list[str] = []
@@ -148,7 +152,7 @@ def _picks(environ: Mapping[str, str], name: str) -> Names | None:
         else:
             plain.append(item)
     if plain and by_class:
-        raise ConfigError(f"{name} is {text!r}, wanted either names or row_class=name entries, not both")
+        raise ConfigError(f"{where} is {text!r}, wanted either names or row_class=name entries, not both")
     return by_class or plain
 
 

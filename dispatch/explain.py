@@ -44,8 +44,6 @@ def explain_failure(selection: Selection) -> str:
                 lines.append(f"  {decision.row_class}{', ' + _band(ranking.order) if ranking.order.banded else ''}:")
                 lines.extend(f"    {c.name}: {'; '.join(map(str, c.reasons))}" for c in ranking.candidates)
         lines.extend(f"    to change that: {hint}" for hint in decision.hints)
-    if any(reason.code == "not-in-yet" for d in empty for c in d.candidates for reason in c.reasons):
-        lines.append('  require="reference" runs anything the semantics define, slowly')
     return "\n".join(lines)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -46,6 +47,24 @@ def registry() -> Registry:
 def reset() -> None:
     """Forget the registry, the machine and every memoised answer."""
     registry.cache_clear()
+    _forget_answers()
+
+
+@contextmanager
+def using(replacement: Registry) -> Iterator[Registry]:
+    """Inside, the whole process has another registry: for tests of plugins. What the usual one holds is kept."""
+    global registry
+    usual = registry
+    try:
+        registry = lru_cache(maxsize=1)(lambda: replacement)
+        _forget_answers()
+        yield replacement
+    finally:
+        registry = usual
+        _forget_answers()
+
+
+def _forget_answers() -> None:
     _host.cache_clear()
     _memo.clear()
 
@@ -79,11 +98,20 @@ def answer(
 ) -> Selection:
     """Like :func:`select`, but an incomplete selection is returned, not raised."""
     context = _config.context()
-    key = (spec, device, _frozen(prefer), _frozen(require), _frozen(deny), _frozen(order), lengths, context, registry().version)
-    found = _memo.get(key)
+    key: Hashable = (spec, device, prefer, require, deny, order, lengths, context, registry().version)
+    try:
+        found = _memo.get(key)
+    except TypeError:  # a list or a mapping
+        key = (spec, device, _frozen(prefer), _frozen(require), _frozen(deny), _frozen(order), lengths, context, registry().version)
+        try:
+            found = _memo.get(key)
+        except TypeError:  # something that is no setting: what reads it below says so
+            found = None
     if found is None:
         if not isinstance(spec, AttentionSpec):
             raise TypeError(f"spec is {type(spec).__name__}, wanted attnmux.AttentionSpec")
+        if lengths not in ("exact", "upper_bound"):
+            raise ValueError(f"lengths is {lengths!r}, wanted 'exact' or 'upper_bound'")
         argument = steer("argument", prefer=prefer, require=require, deny=deny, order=order)
         found = _answer(spec, device, lengths, (argument, *context, *_config.base().steerings))
         if len(_memo) >= _MEMO_LIMIT:
@@ -144,7 +172,7 @@ def options(backend: str) -> Mapping[str, Any]:
 
 def _answer(spec: AttentionSpec, device: str | torch.device | Device | None, lengths: Lengths, sources: tuple[Steering, ...]) -> Selection:
     catalog, here = registry().catalog, host()
-    steered = combine(sources, catalog.names())
+    steered = combine(sources, catalog)
     selection = decide(spec, resolve(device, catalog, here.devices), lengths, catalog, here.toolchain, steered)
     for decision in selection.classes.values():
         for note in decision.notes:
@@ -156,7 +184,7 @@ def _frozen(value: Any) -> Hashable:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, Mapping):
-        return tuple((k, _frozen(v)) for k, v in value.items())
+        return "by class", *((k, _frozen(v)) for k, v in value.items())
     if isinstance(value, list | tuple):
         return tuple(value)
     return value  # type: ignore[no-any-return]  # of the wrong type: steer says so

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from attnmux.dispatch.catalog import Catalog
 from attnmux.dispatch.claims import CLAIM_FIELDS, BackendInfo, Claim
-from attnmux.dispatch.registry import Catalog
 
 FEATURES = ("sliding_window", "chunk", "softcap", "alibi", "sinks", "mm_prefix", "rswa_window", "return_lse", "batch_invariant")
 
@@ -33,24 +32,39 @@ def run_state(info: BackendInfo) -> str:
 
 
 def _cells(claim: Claim) -> dict[str, str]:
-    return {field: claim.constraint(field).cell() for field in CLAIM_FIELDS}
+    cells = {field: claim.constraint(field).cell() for field in CLAIM_FIELDS}
+    cells["causal"] = " ".join(claim.causal.wants().replace(" or ", ", ").split(", "))  # no feature: "no" is an answer of its own
+    return cells
 
 
 def features(cells: dict[str, str]) -> str:
     """The optional features of a claim in one cell."""
-    named = {f: cells[f] for f in FEATURES if cells[f]}
-    return ", ".join(f if value in ("yes", "any") or value.endswith("+ packed") else f"{f} ({value})" for f, value in named.items())
+    limits = {f: cells[f].removesuffix(" or none") for f in FEATURES if cells[f]}
+    return ", ".join(f if limit in ("yes", "any", "1+") else f"{f} ({limit})" for f, limit in limits.items())
+
+
+COLUMNS = ("backend", "devices", "rows", "head size", "dtype", "cache", "page", "layout", "types", "causal", "features", "state")
+
+
+def columns(row: MatrixRow) -> tuple[str, ...]:
+    """A row's text for each of :data:`COLUMNS`."""
+    c = row.cells
+    size = c["head_size"] if c["v_head_size"].startswith("=") else f"{c['head_size']} / v {c['v_head_size']}"
+    cells = (
+        row.backend,
+        c["device"],
+        c["row_class"],
+        size,
+        c["dtype"],
+        c["kv_dtype"],
+        c["page_size"].replace(" or none", " packed") or "packed",
+        c["kv_layout"],
+    )
+    return (*cells, c["attn_type"], c["causal"], features(c), row.state)
 
 
 def markdown(catalog: Catalog) -> str:
     """The table of ``docs/support.md``."""
-    lines = [
-        "| backend | devices | rows | head size | dtype | cache | page | layout | types | causal | features | state |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in matrix(catalog):
-        c: dict[str, Any] = {name: value.replace("|", "/") for name, value in row.cells.items()}
-        size = c["head_size"] if c["v_head_size"].startswith("=") else f"{c['head_size']} / v {c['v_head_size']}"
-        cells = (row.backend, c["device"], c["row_class"], size, c["dtype"], c["kv_dtype"], c["page_size"], c["kv_layout"])
-        lines.append("| " + " | ".join((*cells, c["attn_type"], c["causal"], features(c), row.state)) + " |")
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines.extend("| " + " | ".join(cell.replace("|", "/") for cell in columns(row)) + " |" for row in matrix(catalog))
     return "\n".join(lines) + "\n"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attnmux.dispatch.errors import UnknownDeviceError as UnknownDeviceError
     from attnmux.dispatch.host import devices as devices
     from attnmux.dispatch.host import select as select
+    from attnmux.dispatch.integrations.transformers import register_transformers as register_transformers
     from attnmux.dispatch.merge import merge_states as merge_states
     from attnmux.dispatch.selection import Selection as Selection
     from attnmux.dispatch.spec import AttentionSpec as AttentionSpec
@@ -45,6 +46,7 @@ _HOMES = {
     "devices": "host",
     "merge_states": "merge",
     "reference_attention": "attention",
+    "register_transformers": "integrations.transformers",
     "reload_config": "config",
     "select": "host",
 }
