@@ -16,7 +16,7 @@ from attnmux.dispatch.batch_checks import check_batch, page_bounds
 from attnmux.dispatch.call_checks import check_run, check_write
 from attnmux.dispatch.device import Device
 from attnmux.dispatch.errors import NoBackendError, complaint
-from attnmux.dispatch.operator import new_handle, split
+from attnmux.dispatch.operator import expect_tensors, new_handle, split
 from attnmux.dispatch.plan import Plan
 from attnmux.dispatch.platform import Order
 from attnmux.dispatch.query import Lengths
@@ -67,7 +67,7 @@ class Attention:
             raise ValueError(complaint("device", found.name, "a device of this machine", "select() answers dry runs; only a real device can run"))
         self.torch_device = torch.device(found.torch_device)
         self.synchronise = found.type == "cpu" or _config.debug()
-        self._backends = {name: host.registry().load_backend(name)(spec, found, host.options(name)) for name in self.selection.backends}
+        self._backends = {name: self._load(name) for name in self.selection.backends}
         self._workspace: Tensor | None = None
         self.handle = new_handle(self)
         if limits is not None and (size := self.workspace_bytes(limits)):
@@ -86,8 +86,8 @@ class Attention:
         """
         if into is None:
             return Plan(self, batch)
-        if into.attention is not self:
-            raise ValueError("into is a plan of another Attention: refresh it there")
+        if not isinstance(into, Plan) or into.attention is not self:
+            raise ValueError(complaint("into", type(into).__name__, "a plan made by this Attention"))
         into.refresh(batch)
         return into
 
@@ -126,10 +126,14 @@ class Attention:
         """
         if not isinstance(plan, Plan) or plan.attention is not self:
             raise ValueError(complaint("plan", type(plan).__name__, "a plan made by this Attention"))
+        given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+        expect_tensors(self.torch_device, given, {"out": out, "sinks": sinks, "alibi_slopes": alibi_slopes})
+        if q.dim() != 3:
+            raise ValueError(complaint("q", f"of rank {q.dim()}", "[tokens, Hq, D]"))
         if out is None:
             out = torch.empty((q.shape[0], self.spec.num_q_heads, self.spec.v_head_size), dtype=self.spec.dtype, device=q.device)
         lse = torch.empty((q.shape[0], self.spec.num_q_heads), dtype=torch.float32, device=q.device) if self.spec.return_lse else None
-        (qt, qv), (kt, kv), (vt, vv) = split(q_scale), split(k_scale), split(v_scale)
+        (qt, qv), (kt, kv), (vt, vv) = split("q_scale", q_scale), split("k_scale", k_scale), split("v_scale", v_scale)
         torch.ops.attnmux.attention(q, k_cache, v_cache, out, lse, plan.handle, only, sinks, alibi_slopes, qt, kt, vt, qv, kv, vv)
         return out if lse is None else (out, lse)
 
@@ -154,7 +158,9 @@ class Attention:
         Raises:
             TypeError, ValueError: an argument does not fit the spec; nothing has been written.
         """
-        (kt, kv), (vt, vv) = split(k_scale), split(v_scale)
+        given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+        expect_tensors(self.torch_device, given, {})
+        (kt, kv), (vt, vv) = split("k_scale", k_scale), split("v_scale", v_scale)
         torch.ops.attnmux.write_kv(k, v, k_cache, v_cache, slot_mapping, self.handle, kt, vt, kv, vv)
 
     def workspace_bytes(self, limits: Limits | None = None) -> int:
@@ -182,8 +188,13 @@ class Attention:
     def backend(self, name: str) -> Backend:
         """The instance that serves a route."""
         if name not in self._backends:  # only routes of upper-bound lengths come late
-            self._backends[name] = host.registry().load_backend(name)(self.spec, self.selection.device, host.options(name))
+            self._backends[name] = self._load(name)
         return self._backends[name]
+
+    def _load(self, name: str) -> Backend:
+        backend = host.registry().load_backend(name)(self.spec, self.selection.device, host.options(name))
+        backend.limits = self.limits
+        return backend
 
     def selection_for(self, lengths: Lengths) -> Selection:
         """The answer for exact or for upper-bound host lengths.

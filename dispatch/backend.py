@@ -41,7 +41,12 @@ class Backend(ABC):
         spec: what it serves.
         device: where.
         options: the backend's own config section.
+
+    Attributes:
+        limits: the largest batch that will be planned, where the front door was given limits; set before the first plan.
     """
+
+    limits: Limits | None = None
 
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
         self.spec = spec

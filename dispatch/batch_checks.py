@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -37,9 +39,10 @@ def check_batch(spec: AttentionSpec, batch: Batch, device: torch.device, limits:
     for name in ("query_lens_cpu", "seq_lens_cpu"):
         _check_mirror(name, getattr(batch, name), seqs)
     if synchronise:
-        _check_device_values(spec, batch)
-    _check_lengths(spec, batch)
-    _check_spans(spec, batch)
+        _check_device_values(batch)
+    for lengths in (batch, _with_device_lengths(batch)) if synchronise and batch.lengths == "upper_bound" else (batch,):
+        _check_lengths(spec, lengths)
+        _check_spans(spec, lengths)
     if limits is not None:
         _check_limits(batch, limits)
 
@@ -50,8 +53,8 @@ def _check_mirror(name: str, value: object, seqs: int) -> None:
     if isinstance(value, Tensor):
         raise TypeError(complaint(name, "a tensor", "a sequence of ints", f"pass {name}.tolist() of a host tensor"))
     try:
-        numbers = [int(n) for n in value]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
+        numbers = [operator.index(n) for n in value]  # type: ignore[attr-defined]
+    except TypeError:
         raise TypeError(complaint(name, repr(value), f"{seqs} ints")) from None
     if len(numbers) != seqs:
         raise ValueError(complaint(name, f"{len(numbers)} long", f"{seqs}, one a row"))
@@ -59,7 +62,7 @@ def _check_mirror(name: str, value: object, seqs: int) -> None:
         raise ValueError(complaint(name, min(numbers), "0 or more"))
 
 
-def _check_device_values(spec: AttentionSpec, batch: Batch) -> None:
+def _check_device_values(batch: Batch) -> None:
     starts, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     if starts[0] != 0 or any(b < a for a, b in pairwise(starts)):
         raise ValueError(complaint("query_start_loc", starts, "0 first and never decreasing"))
@@ -110,8 +113,11 @@ def _check_spans(spec: AttentionSpec, batch: Batch) -> None:
     if len(batch.mm_spans) != batch.num_seqs:
         raise ValueError(complaint("mm_spans", f"{len(batch.mm_spans)} long", f"{batch.num_seqs}, one list a row"))
     for row, spans in enumerate(batch.mm_spans):
+        if not _is_sequence(spans):
+            raise TypeError(complaint(f"mm_spans of row {row}", repr(spans), "a list of spans"))
         for span in spans:
-            if len(span) not in (2, 3) or not all(isinstance(n, int) for n in span) or not 0 <= span[0] < span[1]:
+            numbers = _is_sequence(span) and len(span) in (2, 3) and all(isinstance(n, int) and not isinstance(n, bool) for n in span)
+            if not numbers or not 0 <= span[0] < span[1]:
                 raise ValueError(complaint(f"mm_spans of row {row}", repr(span), "(start, end) or (start, end, group) with 0 <= start < end"))
             if span[0] < batch.key_lens[row] < span[1] and batch.lengths == "exact":
                 raise ValueError(
@@ -128,11 +134,15 @@ def _check_spans(spec: AttentionSpec, batch: Batch) -> None:
                 raise ValueError(complaint(f"mm_spans of row {row}", f"{tuple(before)!r} and {tuple(after)!r}", "spans that do not overlap"))
 
 
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
 def _check_limits(batch: Batch, limits: Limits) -> None:
     asked = {
         "max_num_seqs": batch.num_seqs,
         "max_num_tokens": batch.num_tokens,
-        "max_seq_len": max(batch.key_lens, default=0),
+        "max_seq_len": max((k for q, k in zip(batch.query_lens, batch.key_lens, strict=True) if q), default=0),
         "max_query_len": max(batch.query_lens, default=0),
     }
     for name, value in asked.items():
@@ -141,7 +151,7 @@ def _check_limits(batch: Batch, limits: Limits) -> None:
 
 
 def page_bounds(spec: AttentionSpec, batch: Batch) -> tuple[int, int] | None:
-    """The lowest and highest page id (packed: key index) that the batch will read, or ``None`` when it reads none. Synchronises."""
+    """The lowest and highest page id (packed: key index) that the batch may read, or ``None`` when it reads none. Synchronises."""
     seen: list[Tensor] = []
     prefix = [0] * batch.num_seqs if batch.prefix_lens is None else batch.prefix_lens.tolist()
     exact = batch if batch.lengths == "exact" else _with_device_lengths(batch)
@@ -152,7 +162,7 @@ def page_bounds(spec: AttentionSpec, batch: Batch) -> tuple[int, int] | None:
             if batch.block_table is not None and spec.page_size is not None:
                 seen.append(batch.block_table[row, lo // spec.page_size : -(-hi // spec.page_size)])
             elif batch.kv_start_loc is not None:
-                seen.append(batch.kv_start_loc[row : row + 1] + torch.tensor([lo, hi - 1], dtype=torch.int32))
+                seen.append(batch.kv_start_loc[row : row + 1] + torch.tensor([lo, hi - 1], dtype=torch.int32, device=batch.kv_start_loc.device))
     if not seen:
         return None
     ids = torch.cat(seen)

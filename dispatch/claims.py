@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,17 +75,23 @@ class Claim:
 
     def refusals(self, query: Query) -> tuple[Reason, ...]:
         """Every field of the query that this claim does not cover."""
-        fields = CLAIM_FIELDS if query.row_class == "image" else TEXT_FIELDS
-        return tuple(
-            _reason(field, value, constraint)
-            for field in fields
-            if not (constraint := getattr(self, field)).accepts(value := query.value(field), query)
-        )
+        return tuple(_reason(field, query.value(field), constraint, query) for field, constraint in self._refusing(query))
+
+    def covers(self, query: Query) -> bool:
+        """Whether it refuses nothing."""
+        return next(self._refusing(query), None) is None
+
+    def _refusing(self, query: Query) -> Iterator[tuple[str, Constraint]]:
+        for field in CLAIM_FIELDS:
+            constraint = getattr(self, field)
+            if constraint is ANY or constraint.accepts(query.value(field), query):
+                continue
+            # no token of a prefill or decode row lies in a span, so the kind of spans means nothing there
+            if field != "mm_prefix" or query.row_class == "image":
+                yield field, constraint
 
 
 CLAIM_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Claim) if f.name != "requires")
-TEXT_FIELDS: tuple[str, ...] = tuple(name for name in CLAIM_FIELDS if name != "mm_prefix")
-"""What counts for prefill and decode rows: none of their tokens lies in a span, so the kind of spans means nothing there."""
 
 
 def check_name(what: str, name: object) -> None:
@@ -102,7 +109,10 @@ def _check_requirements(what: str, requires: object) -> None:
         raise TypeError(complaint(what, repr(requires), "a tuple of requirements, such as (Package('acme'),)"))
 
 
-def _reason(field: str, value: object, constraint: Constraint) -> Reason:
+def _reason(field: str, value: object, constraint: Constraint, query: Query) -> Reason:
+    in_numbers = getattr(constraint, "wants_for", None)
+    if in_numbers is not None:
+        return Reason("unsupported", field, show(value), in_numbers(value, query))
     if field == "device":
         return Reason("device", field, str(getattr(value, "name", value)), constraint.wants())
     code = "row-class" if field == "row_class" else "unsupported"
@@ -165,14 +175,15 @@ class BackendInfo:
         here = [claim for claim in self.claims if query.device in claim.device]
         if not here:
             wanted = DeviceSet(*dict.fromkeys(p for claim in self.claims for p in claim.device.patterns))
-            return None, (_reason("device", query.device, wanted),)
+            return None, (_reason("device", query.device, wanted, query),)
+        for claim in here:
+            if claim.covers(query) and not (toolchain is not None and toolchain.unmet(claim.requires)):
+                return claim, ()
         nearest: tuple[Reason, ...] | None = None
         for claim in here:
             refusals = claim.refusals(query)
-            if toolchain is not None and claim.requires:
+            if toolchain is not None:
                 refusals += toolchain.unmet(claim.requires)
-            if not refusals:
-                return claim, ()
             if nearest is None or _distance(refusals) < _distance(nearest):
                 nearest = refusals
         return None, nearest or ()

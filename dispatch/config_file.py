@@ -24,17 +24,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-from attnmux.dispatch.constraints import OFF, ON, Constraint, OneOf, Range
+from attnmux.dispatch.constraints import OFF, ON, Constraint, OneOf, Range, either
 from attnmux.dispatch.errors import ConfigError, suggest
 from attnmux.dispatch.platform import Band, Order, when
 from attnmux.dispatch.query import QUERY_FIELDS
-from attnmux.dispatch.spec import parse_dtype
-from attnmux.dispatch.steering import Steering, steer
+from attnmux.dispatch.spec import CHOICES, parse_dtype
+from attnmux.dispatch.steering import Steering, split_order, steer
 
 KEYS = ("prefer", "require", "deny", "order", "orders", "backends")
 ORDER_KEYS = ("names", "reason", "device", "row_class", "when", "q_len", "kv_len")
@@ -46,6 +41,10 @@ def read_file(path: Path) -> Steering:
     Raises:
         ConfigError: it is no TOML, or a key or value is wrong; names the file, the key and what is known.
     """
+    if sys.version_info >= (3, 11):  # here, because most processes have no file to read
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -59,7 +58,7 @@ def parse_config(content: Mapping[str, Any], source: str) -> Steering:
     order = content.get("order", [])
     if not isinstance(order, list | str):
         raise ConfigError(f"{source}: order is {order!r}, wanted a list of backend names")
-    names = [order] if isinstance(order, str) else order
+    names = split_order(order) if isinstance(order, str) else order
     tables = content.get("orders", [])
     if not isinstance(tables, list) or not all(isinstance(t, Mapping) for t in tables):
         raise ConfigError(f"{source}: orders must be tables, written [[orders]]")
@@ -102,9 +101,11 @@ def _order(table: Mapping[str, Any], where: str) -> Order:
             raise ConfigError(f"{where}: {key} is {value!r}, wanted a string")
     try:
         condition = when(table.get("device"), row_class, **fields)
+        bands = _band(table, "q_len", where), _band(table, "kv_len", where)
+        return Order(tuple(names), table.get("reason", "order given by the user"), condition, *bands)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    return Order(tuple(names), table.get("reason", "order given by the user"), condition, _band(table, "q_len", where), _band(table, "kv_len", where))
+        text = str(error)
+        raise ConfigError(text if text.startswith(where) else f"{where}: {text}") from error
 
 
 def _band(table: Mapping[str, Any], key: str, where: str) -> Band | None:
@@ -119,19 +120,47 @@ def _band(table: Mapping[str, Any], key: str, where: str) -> Band | None:
     return value[0], value[1]
 
 
+_DTYPES = ("dtype", "q_dtype", "kv_dtype")
+_CHOICES: dict[str, tuple[object, ...]] = {**CHOICES, "lengths": ("exact", "upper_bound")}
+_SWITCHES = ("chunk", "sinks", "sparse", "return_lse", "batch_invariant", "kv_scale", "alibi", "mm_prefix")
+_OPTIONAL_NUMBERS = ("page_size", "sliding_window", "window_right", "softcap", "rswa_window")
+_NUMBERS = ("group", "num_q_heads", "num_kv_heads", "head_size", "v_head_size", "scale", *_OPTIONAL_NUMBERS)
+_RANGE = re.compile(r">=\s*(?P<least>\d+)|<=\s*(?P<most>\d+)|(?P<lo>\d+)\.\.(?P<hi>\d+)|%\s*(?P<step>[1-9]\d*)")
+
+
 def parse_condition(field: str, value: Any, where: str) -> Constraint:
-    """A condition's value: true, false, a value, a list of values, or ``>=n``, ``<=n``, ``n..m``, ``%n``."""
-    if isinstance(value, bool):
+    """A condition's value: true, false, a value, a list of values, or for numbers ``>=n``, ``<=n``, ``n..m``, ``%n``.
+
+    Raises:
+        ConfigError: the field cannot have it. A misspelt value would match nothing, in silence.
+    """
+    if isinstance(value, bool) and field in (*_SWITCHES, *_OPTIONAL_NUMBERS):
         return ON if value else OFF
-    if isinstance(value, str) and (found := re.fullmatch(r"(?:>=\s*(\d+)|<=\s*(\d+)|(\d+)\.\.(\d+)|%\s*(\d+))", value)):
-        least, most, lo, hi, step = (None if g is None else int(g) for g in found.groups())
-        return Range(least or lo or 0, most if hi is None else hi, step or 1)
+    if isinstance(value, str) and field in _NUMBERS and (found := _RANGE.fullmatch(value)):
+        part = {key: int(text) for key, text in found.groupdict().items() if text is not None}
+        return Range(part.get("least", part.get("lo", 0)), part.get("most", part.get("hi")), part.get("step", 1))
     values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(v, str | int | float) for v in values):
-        raise ConfigError(f"{where}: {field} is {value!r}, wanted true, false, a value, a list of values or a range such as '>=64'")
-    if field in ("dtype", "q_dtype", "kv_dtype"):
+    if not values:
+        raise ConfigError(f"{where}: when.{field} is an empty list, wanted {_wanted(field)}")
+    return OneOf(*(_value(field, item, where) for item in values))
+
+
+def _value(field: str, value: Any, where: str) -> Any:
+    if field in _DTYPES and isinstance(value, str):
         try:
-            return OneOf(*(parse_dtype(v, field) for v in values))
+            return parse_dtype(value, field)
         except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
-    return OneOf(*values)
+            raise ConfigError(f"{where}: when.{error}") from error
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number if field in _NUMBERS else type(value) in (str, bool) and value in _CHOICES.get(field, ())):
+        raise ConfigError(f"{where}: when.{field} is {value!r}, wanted {_wanted(field)}")
+    return value
+
+
+def _wanted(field: str) -> str:
+    if field in _DTYPES:
+        return "a dtype such as 'bf16', or a list of them"
+    if field in _NUMBERS:
+        return ("true, false, " if field in _OPTIONAL_NUMBERS else "") + "a number, a list of numbers or a range such as '>=64'"
+    words = [repr(choice) if isinstance(choice, str) else str(choice).lower() for choice in _CHOICES.get(field, ()) if choice is not None]
+    return either(tuple(dict.fromkeys([*(["true", "false"] if field in _SWITCHES else []), *words])))

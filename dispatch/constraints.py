@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What a claim says of one field. Frozen and hashable."""
+    """What a claim says of one field. Frozen and hashable.
+
+    One whose limit depends on the case may also have ``wants_for(value, query)``: the sentence of a refusal, with its numbers.
+    """
 
     def accepts(self, value: Any, query: Query) -> bool:
         """Whether the field's value is inside."""
@@ -99,7 +102,10 @@ class OneOf:
         return tuple((type(v), v) for v in self.values)
 
     def accepts(self, value: Any, query: Query) -> bool:
-        return any(value == v and isinstance(value, bool) == isinstance(v, bool) for v in self.values)
+        for v in self.values:  # noqa: SIM110  # a loop: this runs a hundred times in every selection
+            if v == value and isinstance(v, bool) == isinstance(value, bool):
+                return True
+        return False
 
     def wants(self) -> str:
         return either(tuple(show(v) for v in self.values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from attnmux.dispatch.constraints import either
@@ -68,10 +69,21 @@ class Device:
         }
 
 
+@lru_cache(maxsize=256)
 def sm_version(arch: str) -> int | None:
     """``sm90`` and ``sm90a`` as 90; ``None`` for an arch that is not NVIDIA's."""
     found = re.fullmatch(r"sm_?(\d+)[af]?", arch)
     return int(found.group(1)) if found else None
+
+
+_SPELLING = {"cuda": r"sm\d{2,3}", "rocm": r"gfx[0-9a-f]{3,5}", "xpu": r"xe\w*", "cpu": r"\w+"}
+
+
+def spelled_arch(kind: str, arch: str) -> str | None:
+    """An arch the way devices carry it (``sm_90a`` is ``sm90``), or ``None`` when it is no arch of that type."""
+    if kind == "cuda" and (version := sm_version(arch)) is not None:
+        arch = f"sm{version}"
+    return arch if re.fullmatch(_SPELLING[kind], arch, re.ASCII) else None
 
 
 _PATTERN = re.compile(r"(?P<type>cuda|rocm|xpu|cpu)(?::(?P<lo>[a-z0-9_]+?)(?:(?P<open>\+)|\.\.(?P<hi>[a-z0-9_]+)|(?P<glob>\*))?)?")
@@ -89,6 +101,8 @@ class DeviceSet:
     __slots__ = ("_parsed", "patterns")
 
     def __init__(self, *patterns: str) -> None:
+        if not patterns:
+            raise ConfigError("DeviceSet needs at least one pattern")
         self.patterns = patterns
         self._parsed = tuple(_parse(p) for p in patterns)
 
@@ -119,8 +133,17 @@ def _parse(pattern: str) -> dict[str, str | None]:
     if not found:
         raise ConfigError(f"device pattern {pattern!r} is not understood: write cuda, cuda:sm90, cuda:sm80..sm89, cuda:sm80+, rocm:gfx9*, xpu or cpu")
     parsed = found.groupdict()
-    if (parsed["open"] or parsed["hi"]) and (sm_version(parsed["lo"] or "") is None or (parsed["hi"] and sm_version(parsed["hi"]) is None)):
-        raise ConfigError(f"device pattern {pattern!r}: ranges need sm numbers on both ends, as in cuda:sm80..sm89")
+    kind, lo, hi = parsed["type"], parsed["lo"], parsed["hi"]
+    if parsed["open"] or hi:
+        least, most = sm_version(lo), sm_version(hi or lo)
+        if least is None or most is None:
+            raise ConfigError(f"device pattern {pattern!r}: ranges need sm numbers on both ends, as in cuda:sm80..sm89")
+        if least > most:
+            raise ConfigError(f"device pattern {pattern!r}: the first number is above the second, so it matches nothing")
+    elif lo and not parsed["glob"]:
+        parsed["lo"] = spelled_arch(kind, lo)
+        if parsed["lo"] is None:
+            raise ConfigError(f"device pattern {pattern!r}: {lo!r} is no arch of {kind}; write cuda:sm90, rocm:gfx942, xpu:xe2 or cpu:x86_64")
     return parsed
 
 

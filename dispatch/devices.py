@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from attnmux.dispatch.catalog import Catalog
 from attnmux.dispatch.device import DEVICE_TYPES, Device, sm_version, spelled_arch
 from attnmux.dispatch.errors import UnknownDeviceError, suggest
 from attnmux.dispatch.platform import Arch, Platform, Probed
-from attnmux.dispatch.registry import Catalog
 
 _log = logging.getLogger("attnmux")
 

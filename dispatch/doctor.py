@@ -70,7 +70,9 @@ def _plugins() -> Iterator[Finding]:
             continue
         label = f"{record.name} ({record.distribution or record.origin}): {record.state}"
         if record.state == "failed":
-            yield Finding("fail", f"{label}: {record.error}", f"upgrade or uninstall it, or set ATTNMUX_DISABLE_PLUGINS={record.name}")
+            shared = record.name.endswith(f" ({record.distribution})")  # another distribution's plugin has its name
+            disable = record.distribution.partition(" ")[0] if shared else record.name
+            yield Finding("fail", f"{label}: {record.error}", f"upgrade or uninstall it, or set ATTNMUX_DISABLE_PLUGINS={disable}")
         else:
             yield Finding("ok", label)
 
@@ -97,7 +99,7 @@ def _configuration() -> Iterator[Finding]:
     from attnmux.dispatch.steering import combine
 
     settings = base()
-    combine(settings.steerings, registry().catalog.names())
+    combine(settings.steerings, registry().catalog)
     yield Finding("ok", f"file: {settings.path or 'none'}; debug checks {'on' if settings.debug else 'off'}")
     for steering in settings.steerings:
         for verb in ("prefer", "require", "deny"):

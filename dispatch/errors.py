@@ -40,6 +40,9 @@ class NoBackendError(AttnmuxError, RuntimeError):
         super().__init__(message)
         self.selection = selection
 
+    def __reduce__(self) -> tuple[type[NoBackendError], tuple[str, Selection]]:
+        return NoBackendError, (str(self), self.selection)  # engines send errors between processes
+
 
 def complaint(argument: str, got: object, wanted: str, todo: str = "") -> str:
     """One sentence in the order every attnmux error uses: what, offered, wanted, what to do."""

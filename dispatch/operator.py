@@ -6,6 +6,7 @@ would recompile the model; an object is no legal operator argument.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnmux.dispatch.backend import LayerArgs
+from attnmux.dispatch.errors import complaint
 
 _library: Any = torch.library.Library("attnmux", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
@@ -53,11 +55,31 @@ def _find(handle: Tensor, what: str) -> Any:
     return owner
 
 
-def split(scale: Tensor | float | None) -> tuple[Tensor | None, float | None]:
-    """A scale as the operators take it: a tensor or a number."""
+def split(name: str, scale: Tensor | float | None) -> tuple[Tensor | None, float | None]:
+    """A scale as the operators take it: a tensor or a number.
+
+    Raises:
+        TypeError: it is neither.
+    """
     if scale is None or isinstance(scale, Tensor):
         return scale, None
+    if isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(complaint(name, type(scale).__name__, "a float or a float32 tensor"))
     return None, float(scale)
+
+
+def expect_tensors(device: torch.device, required: Mapping[str, object], optional: Mapping[str, object]) -> None:
+    """What must be right before an operator is called: PyTorch refuses what is no tensor with a RuntimeError that
+    starts with the schema, and sends a tensor of the meta device to the fake implementation, which does nothing.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    for name, value in (*required.items(), *((n, v) for n, v in optional.items() if v is not None)):
+        if not isinstance(value, Tensor):
+            raise TypeError(complaint(name, type(value).__name__, "a tensor"))
+        if value.device != device:
+            raise ValueError(complaint(f"{name}'s device", value.device, str(device)))
 
 
 def _attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,15 +72,17 @@ class Plan:
         self._row_routes: list[str | None] = []
         self._parts: list[Part] = []
         self._by_class: dict[RowClass, list[Part]] = {}
-        self._prepare(batch, first=True)
+        self._states: dict[tuple[RowClass | None, str], tuple[int, Any]] = {}
+        self._fixed: list[tuple[RowClass, str] | None] = []
+        self._prepare(batch)
 
     def refresh(self, batch: Batch) -> None:
         """The same plan for another step.
 
         Raises:
-            ValueError: the rows' classes differ from before.
+            ValueError: the rows' classes or routes differ from before. A row may become padding (no query tokens) and come back.
         """
-        self._prepare(batch, first=False)
+        self._prepare(batch)
 
     @property
     def routes(self) -> dict[RowClass, tuple[str, ...]]:
@@ -96,27 +99,39 @@ class Plan:
         for part in self._parts if only is None else self._parts_of(only):
             part.run(q, k_cache, v_cache, out, lse, layer)
 
-    def _prepare(self, batch: Batch, first: bool) -> None:
+    def _prepare(self, batch: Batch) -> None:
         attn = self.attention
         check_batch(attn.spec, batch, attn.torch_device, attn.limits, attn.synchronise)
         classes = tuple(classify(attn.spec, batch))
-        if not first and classes != self.row_classes:
-            raise ValueError(complaint("into", f"a plan of {class_signature(self.row_classes)}", class_signature(classes), "make a new plan"))
         selection = attn.selection_for(batch.lengths)
         routes = [None if c is None else _route(selection, c, q, k) for c, q, k in zip(classes, batch.query_lens, batch.key_lens, strict=True)]
+        fixed = self._still_fixed(classes, routes)
         bounds = page_bounds(attn.spec, batch) if attn.synchronise else None
-        parts = self._build(batch, routes, self._parts)
-        self._by_class = {c: self._build(batch, _only(routes, classes, c), earlier) for c, earlier in self._by_class.items()}
+        parts = self._build(batch, routes, None)
+        self._by_class = {c: self._build(batch, _only(routes, classes, c), c) for c in self._by_class}
         self.batch, self.row_classes, self.num_tokens = batch, classes, batch.num_tokens
-        self._row_routes, self._bounds, self._parts = routes, bounds, parts
+        self._row_routes, self._bounds, self._parts, self._fixed = routes, bounds, parts, fixed
 
-    def _build(self, batch: Batch, routes: list[str | None], previous: list[Part]) -> list[Part]:
+    def _still_fixed(self, classes: Sequence[RowClass | None], routes: list[str | None]) -> list[tuple[RowClass, str] | None]:
+        """Class and route of each row, now or when it last had tokens: what a captured graph has baked in."""
+        now = [None if c is None or r is None else (c, r) for c, r in zip(classes, routes, strict=True)]
+        before = self._fixed or [None] * len(now)
+        if len(before) != len(now) or any(old and new and old[0] != new[0] for old, new in zip(before, now, strict=True)):
+            was = class_signature([old and old[0] for old in before])
+            raise ValueError(complaint("into", f"a plan of {was}", class_signature(classes), "make a new plan"))
+        for row, (old, new) in enumerate(zip(before, now, strict=True)):
+            if old and new and old != new:
+                raise ValueError(
+                    complaint("into", f"a plan that sends row {row} to {old[1]}", new[1], "its new length is in another band: make a new plan")
+                )
+        return [new or old for old, new in zip(before, now, strict=True)]
+
+    def _build(self, batch: Batch, routes: list[str | None], only: RowClass | None) -> list[Part]:
         groups = group_rows(routes, batch.query_lens)
-        states = [p.state for p in previous if len(previous) == len(groups)] or [None] * len(groups)
         whole = len(groups) == 1 and len(groups[0].rows) == sum(n > 0 for n in batch.query_lens)
-        return [self._part(batch, group, whole, state) for group, state in zip(groups, states, strict=True)]
+        return [self._part(batch, group, whole, only) for group in groups]
 
-    def _part(self, batch: Batch, group: Group, whole: bool, previous: Any) -> Part:
+    def _part(self, batch: Batch, group: Group, whole: bool, only: RowClass | None) -> Part:
         attn = self.attention
         backend = attn.backend(group.backend)
         rows = batch if whole else batch.take(group.rows)
@@ -125,14 +140,17 @@ class Plan:
             starts = torch.tensor([0, *batch.query_lens]).cumsum(0).tolist()
             tokens = torch.cat([torch.arange(starts[r], starts[r + 1]) for r in group.rows])
             index = tokens.to(attn.torch_device, non_blocking=True)
-        return Part(group, backend, backend.plan(rows, attn.workspace_for(backend, rows), previous), index)
+        seqs, previous = self._states.get((only, group.backend), (0, None))
+        state = backend.plan(rows, attn.workspace_for(backend, rows), previous if seqs == rows.num_seqs else None)
+        self._states[only, group.backend] = rows.num_seqs, state
+        return Part(group, backend, state, index)
 
     def _parts_of(self, only: str) -> list[Part]:
         if only not in self.attention.spec.row_classes:
             raise ValueError(f"only is {only!r}, wanted a row class of the spec: {suggest(only, self.attention.spec.row_classes)}")
         row_class: RowClass = only
         if row_class not in self._by_class:
-            self._by_class[row_class] = self._build(self.batch, _only(self._row_routes, self.row_classes, row_class), [])
+            self._by_class[row_class] = self._build(self.batch, _only(self._row_routes, self.row_classes, row_class), row_class)
         return self._by_class[row_class]
 
 

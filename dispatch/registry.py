@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import pluggy
 
 from attnmux.dispatch import hookspecs
 from attnmux.dispatch.backend import Backend
+from attnmux.dispatch.catalog import Catalog, merged
 from attnmux.dispatch.claims import BackendInfo, Composition
 from attnmux.dispatch.errors import PluginError, suggest
 from attnmux.dispatch.health import HealthCheck
@@ -54,25 +55,6 @@ class PluginRecord:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Catalog:
-    """Everything the active plugins declare. A value: the registry makes a new one when anything changes."""
-
-    backends: dict[str, BackendInfo] = field(default_factory=dict)
-    platforms: dict[str, Platform] = field(default_factory=dict)
-    compositions: dict[str, Composition] = field(default_factory=dict)
-    insertions: tuple[Insertion, ...] = ()
-    health_checks: tuple[HealthCheck, ...] = ()
-    providers: dict[str, str] = field(default_factory=dict)
-    """Name of a backend, platform or composition -> name of the plugin that declares it."""
-    broken: dict[str, str] = field(default_factory=dict)
-    """Backends whose implementation failed to load -> the error."""
-
-    def names(self) -> list[str]:
-        """Names that prefer, require, deny and orders may use."""
-        return sorted((*self.backends, *self.compositions))
-
-
 class Registry:
     """The plugins of one process, or of one test.
 
@@ -89,12 +71,13 @@ class Registry:
         self.records: dict[str, PluginRecord] = {}
         self.catalog = Catalog()
         self.version = 0
+        self._declared: dict[str, dict[str, list[Any]]] = {}
         for name in builtins:
             self._load(name, "builtin", "", lambda name=name: importlib.import_module(name))
         if entry_points:
-            for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name):
-                dist = point.dist
-                self._load(point.name, "entry point", f"{dist.name} {dist.version}" if dist else "", point.load)
+            points = [(point.name, _label(point.dist), point) for point in importlib.metadata.entry_points(group=GROUP)]
+            for name, distribution, point in sorted(points, key=lambda found: found[:2]):  # not in the order of sys.path
+                self._load(name, "entry point", distribution, point.load)
 
     def register(self, plugin: object, name: str) -> None:
         """Add a plugin at run time.
@@ -119,8 +102,12 @@ class Registry:
             active = [r.name for r in self.records.values() if r.state == "active"]
             raise PluginError(f"no active plugin {name!r}: {suggest(name, active)}")
         self._manager.unregister(name=name)
-        del self.records[name]
-        self._rebuild([r.name for r in self.records.values() if r.state == "active"])
+        del self.records[name], self._declared[name]
+        catalog = Catalog()
+        for plugin, found in self._declared.items():
+            catalog = merged(catalog, plugin, found)
+        broken = {backend: error for backend, error in self.catalog.broken.items() if backend in catalog.backends}
+        self.catalog, self.version = replace(catalog, broken=broken), self.version + 1
 
     def load_backend(self, name: str) -> type[Backend]:
         """Import a backend's implementation.
@@ -133,6 +120,8 @@ class Registry:
             loaded = _resolve(target) if isinstance(target, str) else target
             if not (isinstance(loaded, type) and issubclass(loaded, Backend)):
                 raise TypeError(f"{target!r} is no subclass of attnmux.plugin.Backend")
+            if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+                raise TypeError(f"{target!r} does not define {', '.join(missing)}")
         except Exception as error:
             self.catalog.broken[name] = f"{type(error).__name__}: {error}"
             self.version += 1
@@ -140,17 +129,18 @@ class Registry:
         return loaded
 
     def _load(self, name: str, origin: Literal["builtin", "entry point"], distribution: str, load: Any) -> None:
+        label = f"{name} ({distribution})" if name in self.records else name
         if name in self._disabled or distribution.split(" ")[0] in self._disabled - {""}:
-            self.records[name] = PluginRecord(name, origin, "disabled", distribution)
+            self.records[label] = PluginRecord(label, origin, "disabled", distribution)
             return
         try:
-            self._admit(load(), name)
-        except Exception as error:  # a broken plugin must not take the host down; doctor shows it
-            taken = name in self.records and self.records[name].state == "active"
-            label = f"{name} ({distribution})" if taken else name
+            if self._manager.has_plugin(name):
+                raise PluginError(f"a plugin named {name!r} is active already: disable one of them by its distribution")
+            self._admit(load(), label)
+        except (Exception, SystemExit) as error:  # a broken plugin must not take the host down; doctor shows it
             self.records[label] = PluginRecord(label, origin, "failed", distribution, f"{type(error).__name__}: {error}")
         else:
-            self.records[name] = PluginRecord(name, origin, "active", distribution)
+            self.records[label] = PluginRecord(label, origin, "active", distribution)
 
     def _admit(self, plugin: object, name: str) -> None:
         _check_contract(plugin)
@@ -159,10 +149,12 @@ class Registry:
         self._manager.register(plugin, name)
         try:
             self._manager.check_pending()  # otherwise a misspelt hook is never called, in silence
-            self.catalog = _merge(self.catalog, name, self._declarations(name))
-        except Exception:
+            found = self._declarations(name)
+            self.catalog = merged(self.catalog, name, found)
+        except (Exception, SystemExit):
             self._manager.unregister(name=name)
             raise
+        self._declared[name] = found
         self.version += 1
 
     def _declarations(self, name: str) -> dict[str, list[Any]]:
@@ -170,18 +162,16 @@ class Registry:
         found: dict[str, list[Any]] = {}
         for hook, kind in _HOOK_TYPES.items():
             caller = getattr(self._manager.hook, hook)
-            items = [item for impl in caller.get_hookimpls() if impl.plugin_name == name for item in impl.function()]
+            functions = [impl.function for impl in caller.get_hookimpls() if impl.plugin_name == name]
+            try:
+                items = [item for function in functions for item in function()]
+            except Exception as error:
+                raise PluginError(f"{hook} failed: {type(error).__name__}: {error}") from error
             for item in items:
                 if not isinstance(item, kind):
                     raise PluginError(f"{hook} returned {type(item).__name__}, wanted {kind.__name__}")
             found[hook] = items
         return found
-
-    def _rebuild(self, names: list[str]) -> None:
-        catalog = Catalog(broken=self.catalog.broken)
-        for name in names:
-            catalog = _merge(catalog, name, self._declarations(name))
-        self.catalog, self.version = catalog, self.version + 1
 
 
 _HOOK_TYPES: dict[str, type] = {
@@ -206,42 +196,8 @@ def _check_contract(plugin: object) -> None:
         raise PluginError(f"speaks contract {declared}, this attnmux speaks {ours}: install versions that agree")
 
 
-_Named = TypeVar("_Named", BackendInfo, Platform, Composition)
-
-
-def _merge(catalog: Catalog, plugin: str, found: dict[str, list[Any]]) -> Catalog:
-    """The catalog with one plugin's declarations added, or an error and nothing added."""
-    providers = dict(catalog.providers)
-
-    def add(known: dict[str, _Named], new: list[_Named]) -> dict[str, _Named]:
-        merged = dict(known)
-        for item in new:
-            if item.name in providers:
-                raise PluginError(f"the name {item.name!r} is taken: declared by {providers[item.name]} and by {plugin}")
-            providers[item.name] = plugin
-            merged[item.name] = item
-        return merged
-
-    for platform in found["attnmux_platforms"]:
-        for other in catalog.platforms.values():
-            if both := other.archs.keys() & platform.archs.keys():
-                raise PluginError(f"arch {min(both)} is listed by platform {other.name} ({providers[other.name]}) and by {platform.name} ({plugin})")
-    for composition in found["attnmux_compositions"]:
-        if not composition.parts:
-            raise PluginError(f"composition {composition.name!r} has no parts")
-    return Catalog(
-        backends=add(catalog.backends, found["attnmux_backends"]),
-        platforms=add(catalog.platforms, found["attnmux_platforms"]),
-        compositions=add(catalog.compositions, found["attnmux_compositions"]),
-        insertions=(*catalog.insertions, *(_signed(i, plugin) for i in found["attnmux_orders"])),
-        health_checks=(*catalog.health_checks, *found["attnmux_health_checks"]),
-        providers=providers,
-        broken=catalog.broken,
-    )
-
-
-def _signed(insertion: Insertion, plugin: str) -> Insertion:
-    return Insertion(insertion.name, insertion.reason, insertion.before, insertion.when, source=f"plugin {plugin}")
+def _label(distribution: importlib.metadata.Distribution | None) -> str:
+    return f"{distribution.name} {distribution.version}" if distribution else ""
 
 
 def _resolve(target: str) -> Any:

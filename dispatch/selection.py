@@ -140,16 +140,17 @@ class Selection:
     name: str
     classes: dict[RowClass, ClassDecision]
     graphs: dict[RowClass, tuple[str, ...]] = field(default_factory=dict)
+    complete: bool = field(init=False)
+    """Whether every row class, and every band of it, has a backend."""
+
+    def __post_init__(self) -> None:
+        complete = all(d.backend and all(b.backend for b in d.bands) for d in self.classes.values())
+        object.__setattr__(self, "complete", complete)  # worked out once: every memoised select() asks
 
     @property
     def routes(self) -> dict[RowClass, str]:
         """Row class -> backend, for the classes that have one."""
         return {c: d.backend for c, d in self.classes.items() if d.backend is not None}
-
-    @property
-    def complete(self) -> bool:
-        """Whether every row class, and every band of it, has a backend."""
-        return all(d.backend and all(b.backend for b in d.bands) for d in self.classes.values())
 
     @property
     def backends(self) -> tuple[str, ...]:

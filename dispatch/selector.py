@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from attnmux.dispatch.catalog import Catalog
 from attnmux.dispatch.device import Device
 from attnmux.dispatch.hints import hints_for
 from attnmux.dispatch.platform import Insertion, Order, Platform
 from attnmux.dispatch.query import Lengths, Query
 from attnmux.dispatch.reasons import Reason
-from attnmux.dispatch.registry import Catalog
 from attnmux.dispatch.requirements import Toolchain
 from attnmux.dispatch.selection import Candidate, ClassDecision, Ranking, Selection
 from attnmux.dispatch.spec import AttentionSpec, RowClass
@@ -35,13 +35,13 @@ def judge(name: str, query: Query, catalog: Catalog, toolchain: Toolchain, steer
         return (Reason("not-registered", name, name, "a registered backend"),), ()
     reasons: list[Reason] = []
     notes: list[str] = []
-    if denied := steered.denied(name, query.row_class):
-        reasons.append(Reason("denied", name, f"deny ({denied.source})", "no deny", f"remove {name} from deny ({denied.source})"))
+    if denying := steered.denying(name, query.row_class):
+        reasons.append(Reason("denied", name, f"deny ({denying})", "no deny", f"remove {name} from deny ({denying})"))
     required = steered.required(query.row_class)
-    wanted = [part for pick in required if (part := _part(pick.name, query.row_class, catalog))]
+    wanted = [part for pick in required if (part := catalog.part(pick.name, query.row_class))]
     if required and name not in wanted:
         what = " or ".join(wanted) or " or ".join(pick.name for pick in required)
-        reasons.append(Reason("not-required", name, required[0].source, what, f"drop require ({required[0].source})"))
+        reasons.append(Reason("not-required", name, required[0].source, what, f"drop require ({steered.requiring(query.row_class)})"))
     claim, refusals = info.judge(query, toolchain if query.device.real else None)
     reasons.extend(refusals)
     unmet = toolchain.unmet(info.requires)
@@ -56,19 +56,28 @@ def judge(name: str, query: Query, catalog: Catalog, toolchain: Toolchain, steer
 
 
 def _decide_class(query: Query, catalog: Catalog, toolchain: Toolchain, steered: Steered) -> ClassDecision:
-    platform = catalog.platforms.get(query.device.platform)
-    orders = [order for order in steered.orders if order.when.matches(query)]
-    orders += _platform_orders(platform, query, catalog)
-    chain: list[Order] = []
-    for order in orders:
-        chain.append(order)
-        if not order.banded:
-            break
-    else:
-        chain.append(NO_ORDER)
-    rankings = [_rank(order, orders[i:], query, catalog, toolchain, steered) for i, order in enumerate(chain)]
+    def wins(name: str, changed: Query) -> bool:
+        *_, (order, rest) = _chain(changed, catalog, steered)
+        for place in _places(order, rest, changed, catalog, steered):
+            able = not judge(place, changed, catalog, toolchain, steered)[0]
+            if able or place == name:
+                return able and place == name
+        return False
+
+    rankings = [_rank(order, rest, query, catalog, toolchain, steered) for order, rest in _chain(query, catalog, steered)]
     decision = ClassDecision(query.row_class, rankings[-1], tuple(rankings[:-1]), _broken_preferences(query, rankings[-1], catalog, steered))
-    return replace(decision, hints=hints_for(query, decision, catalog, toolchain, steered, judge))
+    return replace(decision, hints=hints_for(query, decision, wins))
+
+
+def _chain(query: Query, catalog: Catalog, steered: Steered) -> list[tuple[Order, list[Order]]]:
+    """The bands that apply, then the first order without one, each with the orders that stand below it."""
+    orders = [order for order in steered.orders if order.when.matches(query)]
+    orders += _platform_orders(catalog.platforms.get(query.device.platform), query, catalog)
+    decisive = next((i for i, order in enumerate(orders) if not order.banded), None)
+    if decisive is None:
+        decisive = len(orders)
+        orders.append(NO_ORDER)
+    return [(orders[i], orders[i + 1 :]) for i in range(decisive + 1)]
 
 
 def _platform_orders(platform: Platform | None, query: Query, catalog: Catalog) -> list[Order]:
@@ -95,24 +104,8 @@ def _insert(order: Order, insertion: Insertion) -> Order:
 
 
 def _rank(order: Order, rest: list[Order], query: Query, catalog: Catalog, toolchain: Toolchain, steered: Steered) -> Ranking:
-    """Candidates best first: preferred, the order's, then what lower orders name, then those that no order names."""
-    places: dict[str, str] = {}
-
-    def place(name: str, origin: str) -> None:
-        part = _part(name, query.row_class, catalog)
-        if part is not None:
-            places.setdefault(part, origin if part == name else f"{name}, {origin}")
-
-    for pick in steered.required(query.row_class):
-        place(pick.name, f"require ({pick.source})")
-    for pick in steered.prefer:
-        if pick.applies(query.row_class):
-            place(pick.name, f"prefer ({pick.source})")
-    for lower in (order, *rest):
-        for name in lower.names:
-            place(name, lower.source)
-        if not (lower.banded or lower.source in {o.source for o in steered.orders}):
-            break  # a platform's own order is complete; a user's falls through to what stands below it
+    """Candidates best first, each with its verdict; those that no order names come last."""
+    places = _places(order, rest, query, catalog, steered)
     candidates: list[Candidate] = []
     for name in (*places, *(n for n in catalog.backends if n not in places)):
         rank = len(candidates) + 1 if name in places else None
@@ -125,17 +118,33 @@ def _rank(order: Order, rest: list[Order], query: Query, catalog: Catalog, toolc
     return Ranking(order, tuple(candidates))
 
 
-def _part(name: str, row_class: RowClass, catalog: Catalog) -> str | None:
-    """A backend stands for itself, a composition for its part."""
-    composition = catalog.compositions.get(name)
-    return name if composition is None else composition.part(row_class)
+def _places(order: Order, rest: list[Order], query: Query, catalog: Catalog, steered: Steered) -> dict[str, str]:
+    """Backend -> who put it in its place: preferred, required, the order's, then what lower orders name."""
+    places: dict[str, str] = {}
+
+    def place(name: str, origin: str) -> None:
+        part = catalog.part(name, query.row_class)
+        if part is not None:
+            places.setdefault(part, origin if part == name else f"{name}, {origin}")
+
+    for pick in steered.prefer:  # before require: of several required ones the preferred comes first, others are refused anyway
+        if pick.applies(query.row_class):
+            place(pick.name, f"prefer ({pick.source})")
+    for pick in steered.required(query.row_class):
+        place(pick.name, f"require ({pick.source})")
+    for lower in (order, *rest):
+        for name in lower.names:
+            place(name, lower.source)
+        if not (lower.banded or lower.source in {o.source for o in steered.orders}):
+            break  # a platform's own order is complete; a user's falls through to what stands below it
+    return places
 
 
 def _broken_preferences(query: Query, ranking: Ranking, catalog: Catalog, steered: Steered) -> tuple[str, ...]:
     notes = []
     by_name = {candidate.name: candidate for candidate in ranking.candidates}
     for pick in steered.prefer:
-        part = _part(pick.name, query.row_class, catalog) if pick.applies(query.row_class) else None
+        part = catalog.part(pick.name, query.row_class) if pick.applies(query.row_class) else None
         if part is not None and by_name[part].status == "rejected":
             why = "; ".join(map(str, by_name[part].reasons))
             notes.append(f"prefer {pick.name} ({pick.source}) was not followed for {query.row_class}: {why}")
@@ -144,10 +153,11 @@ def _broken_preferences(query: Query, ranking: Ranking, catalog: Catalog, steere
 
 def _name(classes: dict[RowClass, ClassDecision], catalog: Catalog) -> str:
     routes = {c: d.backend for c, d in classes.items() if d.backend is not None}
-    parts = tuple(dict.fromkeys(routes.values()))
+    parts = tuple(dict.fromkeys(name for d in classes.values() for name in d.backends))
     if len(parts) == 1:
         return parts[0]
+    one_each = all(len(d.backends) == 1 for d in classes.values())  # bands may send a class to several
     for composition in catalog.compositions.values():
-        if all(composition.part(c) == backend for c, backend in routes.items()) and routes:
+        if one_each and all(composition.part(c) == backend for c, backend in routes.items()):
             return composition.name
     return "+".join(parts) or "none"

@@ -9,35 +9,18 @@ from typing import Any, Literal
 
 import torch
 
-from attnmux.dispatch.errors import complaint
+from attnmux.dispatch.dtypes import COMPUTE_DTYPES as COMPUTE_DTYPES
+from attnmux.dispatch.dtypes import DTYPE_NAMES as DTYPE_NAMES
+from attnmux.dispatch.dtypes import DTYPES as DTYPES
+from attnmux.dispatch.dtypes import FP8_DTYPES as FP8_DTYPES
+from attnmux.dispatch.dtypes import parse_dtype as parse_dtype
+from attnmux.dispatch.spec_checks import CHOICES as CHOICES
+from attnmux.dispatch.spec_checks import check_combinations, check_ranges, check_types, require_int
 
 RowClass = Literal["image", "prefill", "decode"]
 ROW_CLASSES: tuple[RowClass, ...] = ("image", "prefill", "decode")
 MAX_DECODE_TOKENS = 16
 """A decoder or cross row of 1 to this many query tokens is a decode row, whatever its context."""
-
-DTYPES: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8_e4m3fn": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
-}
-DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-FP8_DTYPES = tuple(dtype for dtype in DTYPE_NAMES if dtype not in COMPUTE_DTYPES)
-
-
-def parse_dtype(value: torch.dtype | str, argument: str = "dtype") -> torch.dtype:
-    """A torch dtype from itself, its short name (``bf16``) or its torch name (``bfloat16``)."""
-    if isinstance(value, str):
-        found = DTYPES.get(value.lower()) or getattr(torch, value, None)
-        value = found if isinstance(found, torch.dtype) else value
-    if not isinstance(value, torch.dtype) or value not in DTYPE_NAMES:
-        raise ValueError(complaint(argument, repr(value), "one of " + ", ".join(DTYPES)))
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +84,10 @@ class AttentionSpec:
     _hash: int = dataclasses.field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        _check_types(self)
+        check_types(self)
         _resolve(self)
-        _check_ranges(self)
-        _check_combinations(self)
+        check_ranges(self)
+        check_combinations(self)
         key = tuple(getattr(self, f.name) for f in SPEC_FIELDS)
         object.__setattr__(self, "_hash", hash(key))
 
@@ -134,6 +117,8 @@ class AttentionSpec:
                 values[name] = None
         if self.scale == self.head_size**-0.5:
             values["scale"] = None
+        if self.causal is (self.attn_type == "decoder"):
+            values["causal"] = None
         return AttentionSpec(**{**values, **changes})
 
     def to_dict(self) -> dict[str, Any]:
@@ -195,41 +180,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            _require_int(f.name, getattr(self, f.name), 1)
-
-
-def _require_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(complaint(name, f"{value!r} ({type(value).__name__})", "an int"))
-    if value < least:
-        raise ValueError(complaint(name, value, f"at least {least}"))
-
-
-def _check_types(s: AttentionSpec) -> None:
-    for name in ("dtype", "q_dtype", "kv_dtype"):
-        value = getattr(s, name)
-        if value is None and name != "dtype":
-            continue
-        if not isinstance(value, torch.dtype | str):
-            raise TypeError(complaint(name, f"{value!r} ({type(value).__name__})", "a torch dtype"))
-        object.__setattr__(s, name, parse_dtype(value, name))
-    for name in ("sinks", "return_lse", "batch_invariant"):
-        if not isinstance(getattr(s, name), bool):
-            raise TypeError(complaint(name, repr(getattr(s, name)), "True or False"))
-    for name in ("scale", "softcap"):
-        value = getattr(s, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise TypeError(complaint(name, f"{value!r} ({type(value).__name__})", "a float or None"))
-    for name, least in (("num_q_heads", 1), ("num_kv_heads", 1), ("head_size", 1)):
-        _require_int(name, getattr(s, name), least)
-    for name, least in (("v_head_size", 1), ("page_size", 1), ("sliding_window", 1), ("window_right", 0), ("rswa_window", 1)):
-        if getattr(s, name) is not None:
-            _require_int(name, getattr(s, name), least)
-    if s.chunk is not None:
-        if not isinstance(s.chunk, tuple) or len(s.chunk) != 2:
-            raise TypeError(complaint("chunk", repr(s.chunk), "(size, lookback) or None"))
-        _require_int("chunk size", s.chunk[0], 1)
-        _require_int("chunk lookback", s.chunk[1], 0)
+            require_int(f.name, getattr(self, f.name), 1)
 
 
 def _resolve(s: AttentionSpec) -> None:
@@ -242,59 +193,15 @@ def _resolve(s: AttentionSpec) -> None:
     default("q_dtype", s.dtype)
     default("kv_dtype", s.dtype)
     default("causal", s.attn_type == "decoder")
-    object.__setattr__(s, "scale", float(s.scale))
-    if s.softcap is not None:
-        object.__setattr__(s, "softcap", float(s.softcap))
+    for name in ("scale", "softcap"):
+        if (value := getattr(s, name)) is not None:
+            object.__setattr__(s, name, _as_float(value))
     if s.page_size is None:
         object.__setattr__(s, "kv_layout", "NHD")  # packed keys have one layout
 
 
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "kv_scale": (None, "tensor", "head"),
-    "kv_layout": ("NHD", "HND"),
-    "attn_type": ("decoder", "encoder_only", "cross"),
-    "causal": (True, False, "per_sequence"),
-    "alibi": (None, "linear", "sqrt"),
-    "mm_prefix": (None, "override_window", "within_window"),
-}
-
-
-def _check_ranges(s: AttentionSpec) -> None:
-    for name, choices in _CHOICES.items():
-        value = getattr(s, name)
-        if value not in choices or (name == "causal" and isinstance(value, int) and not isinstance(value, bool)):
-            raise ValueError(complaint(name, repr(value), "one of " + ", ".join(map(repr, choices))))
-    if s.dtype not in COMPUTE_DTYPES:
-        raise ValueError(complaint("dtype", DTYPE_NAMES[s.dtype], "bf16, fp16 or fp32", "quantised caches are asked for with kv_dtype"))
-    if s.num_q_heads % s.num_kv_heads:
-        raise ValueError(complaint("num_q_heads", s.num_q_heads, f"a multiple of num_kv_heads={s.num_kv_heads}"))
-    if s.q_dtype not in (s.dtype, *FP8_DTYPES):
-        raise ValueError(complaint("q_dtype", DTYPE_NAMES[s.q_dtype], f"dtype ({DTYPE_NAMES[s.dtype]}) or an fp8 format"))
-    if s.kv_dtype not in (s.dtype, *FP8_DTYPES):
-        raise ValueError(complaint("kv_dtype", DTYPE_NAMES[s.kv_dtype], f"dtype ({DTYPE_NAMES[s.dtype]}) or an fp8 format"))
-    if not math.isfinite(s.scale) or s.scale == 0:
-        raise ValueError(complaint("scale", s.scale, "a finite number other than 0"))
-    if s.softcap is not None and not (math.isfinite(s.softcap) and s.softcap > 0):
-        raise ValueError(complaint("softcap", s.softcap, "a finite number above 0, or None for no cap"))
-    if s.sparse is not None:
-        raise ValueError(complaint("sparse", repr(s.sparse), "None", "sparse attention is reserved and not built yet"))
-
-
-def _check_combinations(s: AttentionSpec) -> None:
-    def refuse(condition: bool, what: str, why: str) -> None:
-        if condition:
-            raise ValueError(f"{what} has no meaning: {why}")
-
-    cross, encoder = s.attn_type == "cross", s.attn_type == "encoder_only"
-    for name in ("sliding_window", "chunk", "alibi", "mm_prefix", "rswa_window"):
-        refuse(cross and getattr(s, name) is not None, f"{name} with attn_type='cross'", "queries and keys share no positions")
-    refuse(cross and s.causal is not False, "causal with attn_type='cross'", "queries and keys share no positions")
-    refuse(encoder and s.causal is True, "causal=True with attn_type='encoder_only'", "an encoder sees its row both ways; use 'decoder'")
-    refuse(encoder and s.mm_prefix is not None, "mm_prefix with attn_type='encoder_only'", "an encoder already sees its row both ways")
-    refuse(s.window_right is not None and s.sliding_window is None, "window_right without sliding_window", "it is the window's right reach")
-    refuse(s.window_right is not None and s.causal is True, "window_right with causal=True", "a causal token sees nothing to its right")
-    refuse(s.kv_scale is not None and s.kv_dtype not in FP8_DTYPES, "kv_scale without an fp8 kv_dtype", "only quantised caches are scaled")
-    for name in ("sliding_window", "chunk", "mm_prefix"):
-        refuse(s.rswa_window is not None and getattr(s, name) is not None, f"rswa_window with {name}", "R-SWA is its own window")
-    refuse(s.rswa_window is not None and s.causal is not True, f"rswa_window with causal={s.causal!r}", "R-SWA is causal")
-    refuse(s.rswa_window is not None and encoder, "rswa_window with attn_type='encoder_only'", "R-SWA is causal")
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond any float: the range check refuses infinity by name
+        return math.inf

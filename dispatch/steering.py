@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import TYPE_CHECKING, Any
 
 from attnmux.dispatch.errors import ConfigError, suggest
 from attnmux.dispatch.platform import Order
 from attnmux.dispatch.spec import ROW_CLASSES, RowClass
 
-Names = str | Sequence[str] | Mapping[str, str | Sequence[str]]
+if TYPE_CHECKING:
+    from attnmux.dispatch.catalog import Catalog
+
+Names = str | Sequence[str] | Mapping[RowClass, str | Sequence[str]] | Mapping[str, str | Sequence[str]]
 """What prefer, require and deny take: a name, several, or ``{row class: name or names}``."""
 
 
@@ -61,14 +65,17 @@ def steer(
     Raises:
         ConfigError: a row class does not exist, or a value has the wrong type.
     """
-    if isinstance(order, str):
-        order = [name.strip() for name in order.replace(">", ",").split(",")]
-    order = list(order or ())
+    if order is not None and not isinstance(order, str | list | tuple):
+        raise ConfigError(f"order ({source}) is {order!r}, wanted a list of backend names or attnmux.plugin.Order")
+    order = split_order(order) if isinstance(order, str) else list(order or ())
     names = tuple(o for o in order if isinstance(o, str))
     orders = tuple(o for o in order if isinstance(o, Order))
     if len(names) + len(orders) != len(order):
         wrong = next(o for o in order if not isinstance(o, str | Order))
         raise ConfigError(f"order ({source}) holds {wrong!r}, wanted backend names or attnmux.plugin.Order")
+    for backend, section in (options or {}).items():
+        if not isinstance(section, Mapping) or not all(isinstance(key, str) for key in section):
+            raise ConfigError(f"{source}: options of {backend} are {section!r}, wanted {{name: value}}")
     signed = tuple(Order(o.names, o.reason, o.when, o.q_len, o.kv_len, source) for o in orders)
     if names:
         signed += (Order(names, "order given by the user", source=source),)
@@ -80,6 +87,11 @@ def steer(
         signed,
         tuple((backend, key, _plain(source, backend, key, value)) for backend, section in (options or {}).items() for key, value in section.items()),
     )
+
+
+def split_order(text: str) -> list[str | Order]:
+    """``a>b`` or ``a,b`` as names."""
+    return [name.strip() for name in text.replace(">", ",").split(",")]
 
 
 def _plain(source: str, backend: str, key: str, value: object) -> object:
@@ -117,35 +129,58 @@ class Steered:
     require: tuple[Pick, ...] = ()
     deny: tuple[Pick, ...] = ()
     orders: tuple[Order, ...] = ()
+    outranked: tuple[Pick, ...] = ()
+    """What lower sources require: without effect while ``require`` is set."""
 
     def required(self, row_class: RowClass) -> tuple[Pick, ...]:
         return tuple(pick for pick in self.require if pick.applies(row_class))
 
-    def denied(self, name: str, row_class: RowClass) -> Pick | None:
-        return next((pick for pick in self.deny if pick.name == name and pick.applies(row_class)), None)
+    def requiring(self, row_class: RowClass) -> str:
+        """The sources whose require stands in the way of other backends, once the highest is dropped too."""
+        picks = (*self.required(row_class), *(pick for pick in self.outranked if pick.applies(row_class)))
+        return ", ".join(dict.fromkeys(pick.source for pick in picks))
+
+    def denying(self, name: str, row_class: RowClass) -> str:
+        """The sources that deny a backend, or nothing."""
+        return ", ".join(dict.fromkeys(pick.source for pick in self.deny if pick.name == name and pick.applies(row_class)))
 
 
-def combine(sources: Sequence[Steering], known: Sequence[str]) -> Steered:
+def combine(sources: Sequence[Steering], catalog: Catalog) -> Steered:
     """Combine sources, highest first: require by the highest that sets it, prefer concatenated, deny united, orders in turn.
 
     Raises:
-        ConfigError: an unknown name, or a backend that is both required and denied.
+        ConfigError: an unknown name, a composition in deny, or a backend that is both required and denied.
     """
     for steering in sources:
-        named = [(verb, pick.name) for verb in ("prefer", "require", "deny") for pick in getattr(steering, verb)]
-        named += [("order", name) for order in steering.orders for name in order.names]
-        for verb, name in named:
-            if name not in known:
-                raise ConfigError(f"{verb} ({steering.source}): unknown backend {name!r}: {suggest(name, list(known))}")
-    require = next((s.require for s in sources if s.require), ())
+        _check_names(steering, catalog)
+    require, *lower = [s.require for s in sources if s.require] or [()]
     deny = tuple(pick for s in sources for pick in s.deny)
-    for wanted in require:
-        for refused in deny:
-            if wanted.name == refused.name and (None in (wanted.row_class, refused.row_class) or wanted.row_class == refused.row_class):
-                raise ConfigError(f"{wanted.name!r} is required by {wanted.source} and denied by {refused.source}: drop one of them")
+    for row_class in ROW_CLASSES:
+        for wanted, refused in product(require, deny):
+            part = catalog.part(wanted.name, row_class) if wanted.applies(row_class) else None
+            if part == refused.name and refused.applies(row_class):
+                what = repr(part) if part == wanted.name else f"{part!r}, a part of {wanted.name!r},"
+                raise ConfigError(f"{what} is required by {wanted.source} and denied by {refused.source}: drop one of them")
     return Steered(
         prefer=tuple(pick for s in sources for pick in s.prefer),
         require=require,
         deny=deny,
         orders=tuple(order for s in sources for order in s.orders),
+        outranked=tuple(pick for picks in lower for pick in picks),
     )
+
+
+def _check_names(steering: Steering, catalog: Catalog) -> None:
+    named = [(verb, pick.name) for verb in ("prefer", "require") for pick in getattr(steering, verb)]
+    named += [("order", name) for order in steering.orders for name in order.names]
+    for verb, name in named:
+        if name not in catalog.backends and name not in catalog.compositions:
+            raise ConfigError(f"{verb} ({steering.source}): unknown backend {name!r}: {suggest(name, catalog.names())}")
+    # a composition is only a name for backends: denying it would leave open which of them may run
+    only_backends = [("deny", pick.name) for pick in steering.deny] + [("options", backend) for backend, _, _ in steering.options]
+    for verb, name in only_backends:
+        if name in catalog.compositions:
+            parts = ", ".join(dict.fromkeys(backend for _, backend in catalog.compositions[name].parts))
+            raise ConfigError(f"{verb} ({steering.source}): {name!r} is a composition, wanted a backend; its parts are {parts}")
+        if name not in catalog.backends:
+            raise ConfigError(f"{verb} ({steering.source}): unknown backend {name!r}: {suggest(name, sorted(catalog.backends))}")

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from attnmux.backends.flashinfer import COMPILER
+from attnmux.dispatch.catalog import Catalog
 from attnmux.dispatch.claims import BackendInfo
 from attnmux.dispatch.devices import resolve
 from attnmux.dispatch.hookspecs import CONTRACT
 from attnmux.dispatch.query import Query
-from attnmux.dispatch.registry import BUILTINS, Catalog, Registry
+from attnmux.dispatch.registry import BUILTINS, Registry
 from attnmux.dispatch.requirements import Package, Toolchain
 from attnmux.dispatch.spec import AttentionSpec
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from attnmux.dispatch.catalog import Catalog
 from attnmux.dispatch.device import Device
 from attnmux.dispatch.devices import resolve
-from attnmux.dispatch.registry import BUILTINS, Catalog, Registry
+from attnmux.dispatch.registry import BUILTINS, Registry
 from attnmux.dispatch.requirements import Toolchain
 from attnmux.dispatch.selection import Selection
 from attnmux.dispatch.selector import decide

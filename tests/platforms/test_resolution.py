@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from attnmux.dispatch.catalog import Catalog
 from attnmux.dispatch.devices import _device, known_names, resolve
 from attnmux.dispatch.errors import UnknownDeviceError
 from attnmux.dispatch.platform import Probed
-from attnmux.dispatch.registry import BUILTINS, Catalog, Registry
+from attnmux.dispatch.registry import BUILTINS, Registry
 
 KIB = 1024
 NAMED = [

@@ -1,0 +1,5 @@
+from fake_plugins import TinyBackend
+
+
+class GoodBackend(TinyBackend):
+    pass

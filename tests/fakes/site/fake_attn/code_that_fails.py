@@ -1,0 +1,1 @@
+raise ImportError("libfake.so.1: cannot open shared object file")

@@ -1,0 +1,1 @@
+attnmux_contract = "1.99"

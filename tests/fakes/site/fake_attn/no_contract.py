@@ -1,0 +1,1 @@
+"""Forgot to say which contract it speaks."""
