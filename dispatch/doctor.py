@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator
 
+from attnmux.dispatch.claims import BackendInfo
 from attnmux.dispatch.health import Finding, HealthCheck
 from attnmux.dispatch.hookspecs import CONTRACT, hookimpl
 
@@ -78,19 +79,31 @@ def _plugins() -> Iterator[Finding]:
 
 
 def _backends() -> Iterator[Finding]:
-    from attnmux.dispatch.host import host, registry
+    from attnmux.dispatch.host import registry
 
-    catalog, toolchain = registry().catalog, host().toolchain
-    for info in catalog.backends.values():
-        unmet = toolchain.unmet(info.requirements())
-        if info.name in catalog.broken:
-            yield Finding("fail", f"{info.name}: failed to load: {catalog.broken[info.name]}")
+    catalog = registry().catalog
+    for name, info in catalog.backends.items():
+        if name in catalog.broken:
+            yield Finding("fail", f"{name}: failed to load: {catalog.broken[name]}")
         elif info.implementation is None:
-            yield Finding("warn", f"{info.name}: declared, its code is not in this version yet")
-        elif unmet:
-            yield Finding("warn", f"{info.name}: {'; '.join(map(str, unmet))}", "; ".join(r.todo for r in unmet if r.todo))
+            yield Finding("warn", f"{name}: declared, its code is not in this version yet")
         else:
-            yield Finding("ok", f"{info.name}: ready")
+            yield _readiness(info)
+
+
+def _readiness(info: BackendInfo) -> Finding:
+    """Whether a backend can run on a device of this machine, and what is missing otherwise."""
+    from attnmux.dispatch.host import host
+
+    here = host()
+    claims = [claim for claim in info.claims if any(d.real and d in claim.device for d in here.devices)]
+    if not claims:
+        devices = dict.fromkeys(pattern for claim in info.claims for pattern in claim.device.patterns)
+        return Finding("ok", f"{info.name}: for other devices ({' '.join(devices)})")
+    unmet = min((here.toolchain.unmet((*info.requires, *claim.requires)) for claim in claims), key=len)
+    if unmet:
+        return Finding("warn", f"{info.name}: {'; '.join(map(str, unmet))}", "; ".join(r.todo for r in unmet if r.todo))
+    return Finding("ok", f"{info.name}: ready")
 
 
 def _configuration() -> Iterator[Finding]:

@@ -63,8 +63,12 @@ def _class_lines(decisions: list[ClassDecision]) -> list[str]:
     lines: list[str] = []
     for ranking in (*decisions[0].bands, decisions[0].default):
         lines.append(f"{names}{' ' + _band(ranking.order) if ranking.order.banded else ''}: {_rule(ranking)}")
-        width = max((len(c.name) for c in ranking.candidates), default=0)
-        lines.extend(_candidate_line(c, width) for c in ranking.candidates)
+        elsewhere = [c for c in ranking.candidates if c.rank is None and c.reasons and c.reasons[0].code == "device"]
+        shown = [c for c in ranking.candidates if c not in elsewhere]
+        width = max((len(c.name) for c in shown), default=0)
+        lines.extend(_candidate_line(c, width) for c in shown)
+        if elsewhere:
+            lines.append("  -    for other devices: " + ", ".join(f"{c.name} ({c.reasons[0].wanted})" for c in elsewhere))
     for title, texts in (("note", [n for d in decisions for n in d.notes]), ("change", [h for d in decisions for h in d.hints])):
         lines.extend(f"  {title}: {text}" for text in dict.fromkeys(texts))
     return lines
@@ -80,8 +84,8 @@ def _rule(ranking: Ranking) -> str:
 def _candidate_line(candidate: Candidate, width: int) -> str:
     rank = f"{candidate.rank:2d}" if candidate.rank is not None else "  "
     said = "; ".join(map(str, candidate.reasons))
-    if candidate.notes:
-        said = "; ".join(filter(None, (said, *(f"here: {note}" for note in candidate.notes))))
+    if candidate.notes and candidate.status != "rejected":
+        said = "here: " + "; ".join(candidate.notes)
     via = f"[{candidate.origin}] " if candidate.origin and not candidate.origin.startswith("platform ") else ""
     return f"  {_MARKS[candidate.status]} {rank} {candidate.name:{width}s}  {via}{said}".rstrip()
 

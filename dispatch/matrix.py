@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from attnmux.dispatch.catalog import Catalog
 from attnmux.dispatch.claims import CLAIM_FIELDS, BackendInfo, Claim
+from attnmux.dispatch.device import Device
 
 FEATURES = ("sliding_window", "chunk", "softcap", "alibi", "sinks", "mm_prefix", "rswa_window", "return_lse", "batch_invariant")
 
@@ -21,14 +22,20 @@ class MatrixRow:
 
 def matrix(catalog: Catalog) -> list[MatrixRow]:
     """A row a claim, in the order of registration."""
-    return [MatrixRow(info.name, _cells(claim), run_state(info)) for info in catalog.backends.values() for claim in info.claims]
+    return [MatrixRow(info.name, _cells(claim), run_state(info, claim)) for info in catalog.backends.values() for claim in info.claims]
 
 
-def run_state(info: BackendInfo) -> str:
-    """``run on: H200 2026-12-01 (...)``, or what is missing."""
-    if info.tested_on:
-        return "run on: " + "; ".join(f"{t.hardware} {t.date} ({t.versions})" for t in info.tested_on)
+def run_state(info: BackendInfo, claim: Claim | None = None) -> str:
+    """``run on: H200 2026-12-01 (...)`` for the devices of a claim (of any claim when ``None``), or what is missing."""
+    runs = [run for run in info.tested_on if claim is None or _named(run.device) in claim.device]
+    if runs:
+        return "run on: " + "; ".join(f"{run.hardware} {run.date} ({run.versions})" for run in runs)
     return "declared, code not in yet" if info.implementation is None else "declared, not run"
+
+
+def _named(device: str) -> Device:
+    kind, _, arch = device.partition(":")
+    return Device(kind, arch, "", "")
 
 
 def _cells(claim: Claim) -> dict[str, str]:
@@ -67,4 +74,13 @@ def markdown(catalog: Catalog) -> str:
     """The table of ``docs/support.md``."""
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     lines.extend("| " + " | ".join(cell.replace("|", "/") for cell in columns(row)) + " |" for row in matrix(catalog))
+    return "\n".join(lines) + "\n"
+
+
+def overview(catalog: Catalog) -> str:
+    """The table of the README: a row a backend."""
+    lines = ["| backend | what it is | devices | state |", "|---|---|---|---|"]
+    for info in catalog.backends.values():
+        devices = " ".join(dict.fromkeys(pattern for claim in info.claims for pattern in claim.device.patterns))
+        lines.append(f"| `{info.name}` | {info.summary} | {devices} | {run_state(info)} |")
     return "\n".join(lines) + "\n"
