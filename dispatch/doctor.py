@@ -97,13 +97,13 @@ def _readiness(info: BackendInfo) -> Finding:
 
     here = host()
     claims = [claim for claim in info.claims if any(d.real and d in claim.device for d in here.devices)]
+    wanted = [(*info.requires, *claim.requires) for claim in claims] or [info.requires]
+    unmet = min((here.toolchain.unmet(requirements) for requirements in wanted), key=len)
+    said, hint = "; ".join(map(str, unmet)), "; ".join(reason.todo for reason in unmet if reason.todo)
     if not claims:
-        devices = dict.fromkeys(pattern for claim in info.claims for pattern in claim.device.patterns)
-        return Finding("ok", f"{info.name}: for other devices ({' '.join(devices)})")
-    unmet = min((here.toolchain.unmet((*info.requires, *claim.requires)) for claim in claims), key=len)
-    if unmet:
-        return Finding("warn", f"{info.name}: {'; '.join(map(str, unmet))}", "; ".join(r.todo for r in unmet if r.todo))
-    return Finding("ok", f"{info.name}: ready")
+        devices = " ".join(dict.fromkeys(pattern for claim in info.claims for pattern in claim.device.patterns))
+        return Finding("ok", f"{info.name}: for other devices ({devices})" + (f"; {said}" if said else ""), hint)
+    return Finding("warn", f"{info.name}: {said}", hint) if unmet else Finding("ok", f"{info.name}: ready")
 
 
 def _configuration() -> Iterator[Finding]:

@@ -27,10 +27,10 @@ graphs  no rows can be captured
 
 prefill: platform lab: alpha first
   *  1 alpha  here: declared, its code is not in this version yet
-  -  2 beta   sliding_window 1024: not supported; here: needs beta-kernels>=2: not installed
+  -  2 beta   sliding_window 1024: not supported
 
 decode: platform lab [decode rows]: beta decodes faster here
-  -  1 beta   sliding_window 1024: not supported; here: needs beta-kernels>=2: not installed
+  -  1 beta   sliding_window 1024: not supported
   *  2 alpha  here: declared, its code is not in this version yet
   change: beta (choice 1) would run but for sliding_window 1024
 
