@@ -13,7 +13,7 @@ from attnmux.backends._claims import LAYOUTS, every_mask
 from attnmux.backends._sight import sight_of
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
-from attnmux.dispatch.claims import BackendInfo
+from attnmux.dispatch.claims import BackendInfo, TestedOn
 from attnmux.dispatch.constraints import ANY, YES_OR_NO, AnyOf, OneOf, Range, SameAs
 from attnmux.dispatch.device import Device, DeviceSet
 from attnmux.dispatch.errors import ConfigError, complaint
@@ -41,6 +41,7 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         summary="the oracle: plain torch, every semantic, every device, dense and slow",
         claims=(CLAIM,),
         implementation=ReferenceBackend,
+        tested_on=(TestedOn("cpu", "CPU", "2026-11-30", "torch 2.13"),),
     )
 
 

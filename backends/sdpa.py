@@ -13,7 +13,7 @@ from attnmux.backends._claims import LAYOUTS, every_mask
 from attnmux.backends._sight import sight_of
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
-from attnmux.dispatch.claims import BackendInfo
+from attnmux.dispatch.claims import BackendInfo, TestedOn
 from attnmux.dispatch.constraints import ANY, OFF, OneOf, Range
 from attnmux.dispatch.device import Device, DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
@@ -39,6 +39,7 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         summary="torch's fused CPU kernel over chunks of pages, merged by log-sum-exp",
         claims=(CLAIM,),
         implementation=SdpaBackend,
+        tested_on=(TestedOn("cpu", "CPU", "2026-11-30", "torch 2.13"),),
     )
 
 

@@ -15,7 +15,7 @@ import torch
 import attnmux.plugin as amx
 from attnmux.dispatch import hookspecs
 from attnmux.dispatch.config import VARIABLES
-from attnmux.dispatch.matrix import markdown
+from attnmux.dispatch.matrix import markdown, overview
 from attnmux.dispatch.reasons import CODES
 from attnmux.dispatch.registry import _HOOK_TYPES, Registry
 
@@ -85,3 +85,13 @@ def test_links_between_pages_lead_somewhere() -> None:
     broken = [f"{path.name}: {target}" for path, target in links() if not (path.parent / target).exists()]
     assert not broken
     assert list(links())
+
+
+def test_the_readmes_table_is_made_from_the_declarations() -> None:
+    assert overview(Registry(entry_points=False).catalog) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readmes_plugin_is_the_guides() -> None:
+    first = re.search(r"^```python\n.*?^```\n", page("plugins.md"), re.M | re.S)
+    assert first is not None
+    assert first[0] in (ROOT / "README.md").read_text(encoding="utf-8")
