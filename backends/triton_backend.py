@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.device import Device
+from attnmux.dispatch.errors import complaint
+from attnmux.dispatch.rows import classify
 from attnmux.dispatch.spec import DTYPE_NAMES, MAX_DECODE_TOKENS, AttentionSpec, Limits
 from attnmux.kernels.triton import launch
 from attnmux.kernels.triton.config import LaunchConfig, Target, launch_config
@@ -23,10 +25,25 @@ INVARIANT_CUT_KEYS = 2048
 
 @dataclass(slots=True)
 class State:
-    """A step: its rows on the device, and one launch for decode rows and one for the rest."""
+    """A step: its rows on the device, and one launch for decode rows and one for the rest.
+
+    Args:
+        stream: whose workspace it uses (``None`` on a CPU).
+        ready: when its tables are on the device.
+        used: the last run on another stream, which must end before the tables are written anew.
+    """
 
     rows: launch.Rows
     work: dict[str, launch.Work]
+    stream: Any = None
+    ready: Any = None
+    used: Any = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that a launch reads or writes besides the layer's own tensors."""
+        parts: list[launch.Rows | launch.Work] = [self.rows, *self.work.values()]
+        for part in parts:
+            yield from (value for field in fields(part) if isinstance(value := getattr(part, field.name), Tensor))
 
 
 class TritonBackend(Backend):
@@ -36,164 +53,193 @@ class TritonBackend(Backend):
         super().__init__(spec, device, options)
         self._torch_device = torch.device(device.torch_device)
         self._programs = int(options.get("programs", 4 * _multiprocessors(self._torch_device)))
+        if self._programs < 1:
+            raise ValueError(complaint("programs in the options of triton", self._programs, "1 or more"))
         self._target = Target(device.type, device.arch, device.shared_memory)
         self._features = features_of(spec, device)
         self._scales: dict[float, Tensor] = {}
-        self._limits: Limits | None = None
+        self._owner: Any = None  # the stream that the workspace belongs to
 
     def workspace_bytes(self, limits: Limits) -> int:
-        self._limits = limits
-        return max(self._slot_bytes(kind, limits) for kind in ("prefill", "decode"))
+        shapes = self._reachable(limits)
+        return max(4 * self._slot_floats(self._capacity(kind, config, limits)[1], config) for kind, config in shapes)
 
     def warmup(self, limits: Limits) -> None:
-        """Compile what the limits can reach: a launch of each kind over one row of each length that changes the tile."""
-        for length in sorted({1, min(MAX_DECODE_TOKENS, limits.max_query_len), limits.max_query_len}):
-            self._run_once(length)
+        """Compile what the limits can reach: each tile shape, with each form of spans, cut and not."""
+        for length in self._reachable(limits).values():
+            for span in ((), (0, 1), (0, 1, 0)) if self.spec.mm_prefix else ((),):
+                self._run_once(length, span, limits)
 
     def plan(self, batch: Batch, workspace: Tensor | None, previous: Any) -> State:
-        decode_like = self.spec.attn_type != "encoder_only"
-        kinds = {
-            "prefill": [r for r, n in enumerate(batch.query_lens) if n > (MAX_DECODE_TOKENS if decode_like else 0)],
-            "decode": [r for r, n in enumerate(batch.query_lens) if 0 < n <= MAX_DECODE_TOKENS and decode_like],
-        }
-        earlier: State | None = previous
-        rows = self._rows(batch, earlier)
+        earlier: State | None = None if self.limits is None else previous  # without limits nothing is captured, and tables grow
+        stream = self._stream()
+        if stream is not None and earlier is not None:  # what still reads the tables must end before they change
+            if earlier.stream != stream:
+                stream.wait_stream(earlier.stream)
+            if earlier.used is not None:
+                stream.wait_event(earlier.used)
+        self._owner = self._owner or stream
+        kinds: dict[str, list[int]] = {"prefill": [], "decode": []}
+        for row, length in enumerate(batch.query_lens):
+            if length:
+                kinds[self._kind(length)].append(row)
         work = {}
         for kind, members in kinds.items():
             before = earlier.work.get(kind) if earlier else None
             if members or before:
-                work[kind] = self._work(kind, members, batch, workspace, before)
-        return State(rows, work)
+                work[kind] = self._work(kind, members, batch, workspace if stream == self._owner else None, before)
+        return State(self._rows(batch, earlier), work, stream, None if stream is None else stream.record_event())
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: State, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
-        if self.spec.page_size is not None and self.spec.kv_layout == "HND":
-            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         inputs = launch.Layer(layer.sinks, layer.alibi_slopes, self._scale(layer.q_scale), self._scale(layer.k_scale), self._scale(layer.v_scale))
+        stream = self._stream()
+        foreign, capturing = stream != state.stream, launch.capturing(self._torch_device)
+        if foreign and not capturing:
+            stream.wait_event(state.ready)
+            for tensor in state.tensors():
+                tensor.record_stream(stream)
         for work in state.work.values():
-            launch.attend(q, k_cache, v_cache, out, lse, state.rows, work, self._features, inputs)
+            if foreign:  # the workspace belongs to the plan's stream
+                slot_out, slot_lse = self._slots(work.slot_lse.shape[0], work.config, None)
+                work = replace(work, slot_out=slot_out, slot_lse=slot_lse)
+            launch.attend(q, self._nhd(k_cache), self._nhd(v_cache), out, lse, state.rows, work, self._features, inputs)
+        if foreign and not capturing:
+            state.used = stream.record_event()
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layer: LayerArgs) -> None:
-        if self.spec.page_size is not None and self.spec.kv_layout == "HND":
-            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         for new, cache, scale in ((k, k_cache, layer.k_scale), (v, v_cache, layer.v_scale)):
-            launch.store(new, cache, slot_mapping, self._scale(scale), self.spec.page_size or 0, self.spec.kv_scale == "head")
+            launch.store(new, self._nhd(cache), slot_mapping, self._scale(scale), self.spec.page_size or 0, self.spec.kv_scale == "head")
 
-    def _run_once(self, length: int) -> None:
-        """One row of so many query tokens over a pool of its own, so that the kernels of its kind are compiled."""
+    def _nhd(self, cache: Tensor) -> Tensor:
+        return cache.transpose(1, 2) if self.spec.page_size is not None and self.spec.kv_layout == "HND" else cache
+
+    def _kind(self, query_len: int) -> str:
+        return "decode" if query_len <= MAX_DECODE_TOKENS and self.spec.attn_type != "encoder_only" else "prefill"
+
+    def _reachable(self, limits: Limits) -> dict[tuple[str, LaunchConfig], int]:
+        """Every launch that batches within the limits can need, with a query length that leads to it. Longer rows are all alike."""
+        lengths = range(1, min(limits.max_query_len, MAX_DECODE_TOKENS + 1) + 1)
+        return {(self._kind(n), self._config(self._kind(n), n)): n for n in lengths}
+
+    def _run_once(self, length: int, span: tuple[int, ...], limits: Limits) -> None:
+        """One row of so many query tokens over a pool of its own, so that the kernels it needs are compiled."""
         spec, device = self.spec, self._torch_device
-        pages = -(-length // (spec.page_size or length))
-        keys = (length,) if spec.page_size is None else (pages, spec.page_size) if spec.kv_layout == "NHD" else (pages,)
-        tail = (spec.num_kv_heads, spec.page_size) if spec.page_size is not None and spec.kv_layout == "HND" else (spec.num_kv_heads,)
-        k = torch.zeros((*keys, *tail, spec.head_size), dtype=torch.uint8, device=device).to(spec.kv_dtype)
-        v = torch.zeros((*keys, *tail, spec.v_head_size), dtype=torch.uint8, device=device).to(spec.kv_dtype)
-        starts, lens = self._to_device([0, length]), self._to_device([length])
-        paged = spec.page_size is not None
+        keys = min(limits.max_seq_len, 4 * self._config(self._kind(length), length).block_n)  # enough to be cut
+        keys = max(keys, length)
+        pages = -(-keys // (spec.page_size or 1))
+        place = (spec.num_kv_heads,) if spec.page_size is None else (spec.page_size, spec.num_kv_heads)
+        shape = (pages, *(place[::-1] if spec.kv_layout == "HND" else place))
+        k, v = (torch.zeros((*shape, size), dtype=torch.uint8, device=device).to(spec.kv_dtype) for size in (spec.head_size, spec.v_head_size))
+        lens = self._to_device([keys])
         batch = Batch(
-            starts,
+            self._to_device([0, length]),
             lens,
-            block_table=self._to_device([list(range(pages))]) if paged else None,
-            kv_start_loc=None if paged else starts,
+            block_table=None if spec.page_size is None else self._to_device([list(range(pages))]),
+            kv_start_loc=self._to_device([0, keys]) if spec.page_size is None else None,
             causal=torch.ones(1, dtype=torch.bool, device=device) if spec.causal == "per_sequence" else None,
             prefix_lens=lens if spec.rswa_window else None,
             query_lens_cpu=[length],
-            seq_lens_cpu=[length],
+            seq_lens_cpu=[keys],
+            mm_spans=[[(keys - length, keys, *span[2:])] if span else []] if spec.mm_prefix else None,
         )
-        q = torch.zeros((length, spec.num_q_heads, spec.head_size), device=device).to(spec.q_dtype)
+        q = torch.zeros((length, spec.num_q_heads, spec.head_size), dtype=spec.dtype, device=device)
         out = torch.empty((length, spec.num_q_heads, spec.v_head_size), dtype=spec.dtype, device=device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device) if spec.return_lse else None
         scales = torch.ones(spec.num_kv_heads if spec.kv_scale == "head" else (), device=device) if spec.kv_scale else None
+        q_scale = None if spec.q_dtype == spec.dtype else torch.ones((), device=device)
         heads = torch.zeros(spec.num_q_heads, device=device)
-        layer = LayerArgs(heads if spec.sinks else None, heads if spec.alibi else None, None, scales, scales)
-        self.run(q, k, v, self.plan(batch, None, None), out, lse, layer)
+        layer = LayerArgs(heads if spec.sinks else None, heads if spec.alibi else None, q_scale, scales, scales)
+        self.run(q.to(spec.q_dtype), k, v, self.plan(batch, None, None), out, lse, layer)
+        new_k, new_v = (torch.zeros((1, spec.num_kv_heads, size), dtype=spec.dtype, device=device) for size in (spec.head_size, spec.v_head_size))
+        self.write_kv(new_k, new_v, k, v, torch.full((1,), -1, dtype=torch.int64, device=device), layer)
 
     def _work(self, kind: str, members: list[int], batch: Batch, workspace: Tensor | None, before: launch.Work | None) -> launch.Work:
         spec = self.spec
         config = before.config if before else self._config(kind, max(batch.query_lens[r] for r in members))
-        cut = self._cut_tiles(kind, config)
-        prefix = 0 if batch.prefix_lens is None else 1 << 30  # an estimate: the prefix is read whole
-        reach = Reach(spec.rswa_window or spec.sliding_window, prefix, spec.causal is not True)
+        programs, cut = self._cut(kind, config)
         plan = schedule(
-            members, batch.query_lens, batch.key_lens, reach, config.block_m // spec.group, config.block_n, spec.num_kv_heads, self._programs, cut
+            members,
+            batch.query_lens,
+            batch.key_lens,
+            self._reach(batch),
+            block_q=config.block_m // spec.group,
+            block_n=config.block_n,
+            kv_heads=spec.num_kv_heads,
+            programs=programs,
+            cut_tiles=cut,
         )
-        items_held, slots_held = (len(plan.items), plan.slots) if self._limits is None else self._capacity(kind, config, self._limits)
+        items_held, slots_held = (len(plan.items), plan.slots) if self.limits is None else self._capacity(kind, config, self.limits)
         items = _table(plan.items, items_held, 5, before.items if before else None, self._torch_device)
         merges = _table(plan.merges, slots_held, 4, before.merges if before else None, self._torch_device)
         slot_out, slot_lse = self._slots(slots_held, config, workspace)
         return launch.Work(items, merges, len(plan.items), len(plan.merges), slot_out, slot_lse, config, cut)
 
+    def _reach(self, batch: Batch) -> Reach:
+        """How far tokens see, spans aside: what those add falls to the last part."""
+        spec = self.spec
+        lefts = [spec.sliding_window, spec.rswa_window, None if spec.chunk is None else spec.chunk[0] * (spec.chunk[1] + 1)]
+        right = 0 if spec.causal is True else None if spec.sliding_window is None else self._features.window_right
+        prefix = 0 if batch.prefix_lens is None else 1 << 30  # on the device only: an estimate
+        return Reach(min((n for n in lefts if n is not None), default=None), right, prefix)
+
     def _config(self, kind: str, max_query_len: int) -> LaunchConfig:
         spec = self.spec
         if spec.batch_invariant:  # the tile of a row must not depend on its neighbours
             max_query_len = MAX_DECODE_TOKENS
-        found = launch_config(
-            self._target,
-            kind == "decode",
-            max_query_len,
-            spec.group,
-            spec.head_size,
-            spec.v_head_size,
-            spec.dtype.itemsize,
-            spec.kv_dtype.itemsize,
-            spec.page_size or 0,
-        )
+        sizes = (spec.group, spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize, spec.page_size or 0)
+        found = launch_config(self._target, kind == "decode", max_query_len, *sizes)
         if found is None:
-            raise ValueError(
-                f"no tile of head_size {spec.head_size} fits the {self._target.shared_memory} bytes of shared memory of {self.device.name}"
-            )
+            raise ValueError(complaint("head_size", spec.head_size, f"a tile that fits {self._target.shared_memory} bytes of shared memory"))
         return found
 
-    def _cut_tiles(self, kind: str, config: LaunchConfig) -> int:
+    def _cut(self, kind: str, config: LaunchConfig) -> tuple[int, int]:
+        """``(programs, cut_tiles)`` as ``schedule`` takes them."""
         if not self.spec.batch_invariant:
-            return 0
-        return max(1, INVARIANT_CUT_KEYS // config.block_n) if kind == "decode" else 1 << 24
+            return self._programs, 0
+        return (1, max(1, INVARIANT_CUT_KEYS // config.block_n)) if kind == "decode" else (1, 0)
 
     def _capacity(self, kind: str, config: LaunchConfig, limits: Limits) -> tuple[int, int]:
         block_q = config.block_m // self.spec.group
         longest = min(limits.max_query_len, MAX_DECODE_TOKENS) if kind == "decode" else limits.max_query_len
         blocks = min(limits.max_num_seqs * -(-longest // block_q), limits.max_num_seqs + limits.max_num_tokens // block_q)
-        return capacity(blocks, -(-limits.max_seq_len // config.block_n), self.spec.num_kv_heads, self._programs, self._cut_tiles(kind, config))
+        return capacity(blocks, -(-limits.max_seq_len // config.block_n), self.spec.num_kv_heads, *self._cut(kind, config))
 
-    def _slot_bytes(self, kind: str, limits: Limits) -> int:
-        lengths = (1, MAX_DECODE_TOKENS) if kind == "decode" else (limits.max_query_len,)
-        sizes = []
-        for length in lengths:
-            config = self._config(kind, length)
-            slots = self._capacity(kind, config, limits)[1]
-            sizes.append(slots * self.spec.num_kv_heads * config.block_m * (self.spec.v_head_size + 1) * 4)
-        return max(sizes)
+    def _slot_floats(self, slots: int, config: LaunchConfig) -> int:
+        return slots * self.spec.num_kv_heads * config.block_m * (self.spec.v_head_size + 1)
 
     def _slots(self, slots: int, config: LaunchConfig, workspace: Tensor | None) -> tuple[Tensor, Tensor]:
-        shape = (slots, self.spec.num_kv_heads, config.block_m)
-        lses = slots * self.spec.num_kv_heads * config.block_m
-        size = lses * (self.spec.v_head_size + 1)
-        if workspace is None or self._limits is None:
+        """Partial states, in the workspace where it is ours and large enough."""
+        shape, size = (slots, self.spec.num_kv_heads, config.block_m), self._slot_floats(slots, config)
+        if workspace is None or self.limits is None or workspace.numel() < 4 * size:
             flat = torch.empty(size, dtype=torch.float32, device=self._torch_device)
         else:
             flat = workspace[: size * 4].view(torch.float32)
+        lses = slots * shape[1] * shape[2]
         return flat[lses:].view(*shape, self.spec.v_head_size), flat[:lses].view(shape)
 
     def _rows(self, batch: Batch, earlier: State | None) -> launch.Rows:
         table = batch.block_table if batch.block_table is not None else batch.kv_start_loc
         assert table is not None  # checked with the batch
-        held = earlier.rows if earlier else None
-        seqs = self._limits.max_num_seqs if self._limits else 0
-        columns = 0 if self._limits is None or self.spec.page_size is None else -(-self._limits.max_seq_len // self.spec.page_size)
-        starts, row_spans, groups = _spans(batch) if self.spec.mm_prefix else ([], [], False)
+        limits, held = self.limits, earlier.rows if earlier else None
 
         def own(new: Tensor, name: str, *shape: int) -> Tensor:
             """With limits a graph may hold the buffer: ours, as large as the limits, and filled anew by every plan."""
-            if self._limits is None:
+            if limits is None:
                 return new
             buffer: Tensor | None = getattr(held, name) if held else None
             if buffer is None:
-                buffer = torch.empty(tuple(map(max, new.shape, shape)), dtype=new.dtype, device=new.device)
-            buffer[tuple(slice(n) for n in new.shape)].copy_(new, non_blocking=True)
+                buffer = torch.empty(shape, dtype=new.dtype, device=new.device)
+            part = tuple(slice(min(n, m)) for n, m in zip(new.shape, shape, strict=True))  # a table may be wider than it need be
+            buffer[part].copy_(new[part], non_blocking=True)
             return buffer
 
+        seqs = limits.max_num_seqs if limits else 0
+        columns = -(-limits.max_seq_len // (self.spec.page_size or 1)) if limits else 0
+        starts, row_spans, groups = _spans(self.spec, batch)
         return launch.Rows(
             query_start_loc=own(batch.query_start_loc, "query_start_loc", seqs + 1),
             seq_lens=own(batch.seq_lens, "seq_lens", seqs),
-            table=own(table, "table", *((seqs, columns) if columns else (seqs + 1,))),
+            table=own(table, "table", *((seqs, columns) if table.dim() == 2 else (seqs + 1,))),
             prefix_lens=None if batch.prefix_lens is None else own(batch.prefix_lens, "prefix_lens", seqs),
             causal=None if batch.causal is None else own(batch.causal, "causal", seqs),
             row_span_start=self._to_device(starts) if row_spans else None,
@@ -201,20 +247,29 @@ class TritonBackend(Backend):
             groups=groups,
         )
 
+    def _stream(self) -> Any:
+        if self._torch_device.type == "cpu":
+            return None
+        return torch.get_device_module(self._torch_device).current_stream(self._torch_device)
+
     def _to_device(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(self._torch_device, non_blocking=True)
 
     def _scale(self, scale: Tensor | float | None) -> Tensor | None:
         if scale is None or isinstance(scale, Tensor):
             return None if scale is None else scale.reshape(-1)
-        if scale not in self._scales:
-            self._scales[scale] = torch.tensor([scale], dtype=torch.float32, device=self._torch_device)
-        return self._scales[scale]
+        held = self._scales.get(scale)
+        if held is None:
+            held = torch.full((1,), scale, dtype=torch.float32, device=self._torch_device)
+            if not launch.capturing(self._torch_device):  # what a graph fills holds nothing until it is replayed
+                self._scales[scale] = held
+        return held
 
 
 def features_of(spec: AttentionSpec, device: Device) -> launch.Features:
     """The kernel's constants for a spec on a device."""
-    native = device.type == "cuda" and DTYPE_NAMES[spec.kv_dtype] in device.features  # Triton converts fnuz on AMD only, and slowly
+    quantised = spec.kv_dtype in launch.FP8_FORMATS
+    native = quantised and device.type == "cuda" and DTYPE_NAMES[spec.kv_dtype] in device.features  # Triton converts fnuz on AMD only, and slowly
     window = spec.sliding_window or 0
     chunk, lookback = spec.chunk or (0, 0)
     return launch.Features(
@@ -235,12 +290,15 @@ def features_of(spec: AttentionSpec, device: Device) -> launch.Features:
     )
 
 
-def _spans(batch: Batch) -> tuple[list[int], list[list[int]], bool]:
-    """Row starts into a flat list of ``[start, end, group]``, and whether any span has a group."""
+def _spans(spec: AttentionSpec, batch: Batch) -> tuple[list[int], list[list[int]], bool]:
+    """Row starts into a flat list of ``[start, end, group]``, and whether any span has a group.
+
+    Only of rows with a token inside a span: no other row sees more for its spans, and a batch without such rows can be captured.
+    """
     starts, flat, grouped = [0], [], False
-    for row in range(batch.num_seqs):
+    for row, row_class in enumerate(classify(spec, batch)):
         numbers: dict[int, int] = {}
-        for start, end, group in batch.spans(row):
+        for start, end, group in batch.spans(row) if row_class == "image" else ():
             grouped |= group is not None
             flat.append([start, end, -1 if group is None else numbers.setdefault(group, len(numbers))])
         starts.append(len(flat))
@@ -249,8 +307,6 @@ def _spans(batch: Batch) -> tuple[list[int], list[list[int]], bool]:
 
 def _table(rows: Sequence[tuple[int, ...]], held: int, width: int, before: Tensor | None, device: torch.device) -> Tensor:
     """Rows as int32 ``[held, width]``, the rest marked empty; into ``before`` where a graph may hold that."""
-    if len(rows) > held:
-        raise ValueError(f"the step needs {len(rows)} work items, the plan holds {held}: make a new plan, or raise the limits")
     host = torch.full((held, width), -1, dtype=torch.int32)
     if rows:
         host[: len(rows)] = torch.tensor(rows, dtype=torch.int32)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnmux.kernels.masks import UNBOUNDED, Sight, Span
 
-MAX_SCORES = 2**25
+MAX_SCORES = 2**23
 """Scores held at once; a row with more is computed by blocks of query tokens, cut by the row's own lengths alone."""
 
 

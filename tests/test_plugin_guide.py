@@ -40,7 +40,9 @@ def test_the_guides_backend_passes_the_kit(acme: Registry) -> None:
     assert len(report.results) > 20
 
 
-@pytest.mark.parametrize("acme", [("k_cache[pages, keys", "k_cache[pages, 0 * keys"), (" * self.spec.scale", "")], indirect=True, ids=["offsets", "scale"])
+@pytest.mark.parametrize(
+    "acme", [("k_cache[pages, keys", "k_cache[pages, 0 * keys"), (" * self.spec.scale", "")], indirect=True, ids=["offsets", "scale"]
+)
 def test_the_kit_sees_when_the_guides_backend_is_broken(acme: Registry) -> None:
     assert not check_backend("acme", "cpu", quick=True).ok
 

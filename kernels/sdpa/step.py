@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnmux.kernels.masks import Sight
 from attnmux.kernels.reference import alibi_distance
-from attnmux.kernels.sdpa.tiles import PARTIAL_BYTES, Block, Call, Row, Shape, Tile, cut_row, group_tiles
+from attnmux.kernels.sdpa.tiles import MASKED_TOKENS, PARTIAL_BYTES, Block, Call, Row, Shape, Tile, cut_row, group_tiles
 
 
 @dataclass(slots=True)
@@ -152,12 +152,12 @@ def _partial_bytes(tiles: Iterable[Tile], shape: Shape) -> int:
 
 
 def _segments(blocks: Iterable[Block], shape: Shape) -> Iterable[list[Block]]:
-    """Blocks in runs whose partial results can be held together; a block with more stands alone."""
+    """Blocks in runs whose partial results can be held together. Large blocks stand alone: putting results together is a copy."""
     run: list[Block] = []
     held = 0
     for block in blocks:
         size = _partial_bytes(block.tiles, shape)
-        if run and held + size > PARTIAL_BYTES:
+        if run and (held + size > PARTIAL_BYTES or block.q_len > MASKED_TOKENS or run[-1].q_len > MASKED_TOKENS):
             yield run
             run, held = [], 0
         run.append(block)

@@ -8,6 +8,9 @@ import triton.language as tl
 from attnmux.kernels.triton.intervals import NEVER, group_bounds, own_spans, part_of, tile_bounds, tile_mask, token_intervals
 from attnmux.kernels.triton.values import LN2, LOG2E, alibi_bias, decode_fp8, merge_sink, soft_cap, softmax_step
 
+UNALIGNED = ["lse_ptr", "query_start_ptr", "seq_lens_ptr", "table_ptr", "prefix_lens_ptr", "causal_ptr", "sinks_ptr", "slopes_ptr"]
+"""Views by the caller of any alignment, read element by element: nothing is to be compiled anew for them while serving."""
+
 
 @triton.jit
 def _load_tile(
@@ -20,9 +23,7 @@ def _load_tile(
     column,  # [D]
     SIZE: tl.constexpr,  # head size
     BLOCK: tl.constexpr,
-    FP8: tl.constexpr,  # mantissa bits of the cache's format; 0: not fp8
-    FP8_BIAS: tl.constexpr,
-    FP8_FNUZ: tl.constexpr,
+    FP8: tl.constexpr,  # the cache's format, as for decode_fp8; 0: not fp8
     FP8_NATIVE: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -34,12 +35,14 @@ def _load_tile(
     else:
         raw = tl.load(pointers, mask=seen[:, None] & (column[None, :] < SIZE), other=0)
     if FP8 == 0:
-        return raw
-    if FP8_NATIVE:
-        if FP8 == 3:
-            return raw.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-        return raw.to(tl.float8e5, bitcast=True).to(DTYPE)
-    return decode_fp8(raw, FP8, FP8_BIAS, FP8_FNUZ).to(DTYPE)
+        values = raw
+    elif not FP8_NATIVE:
+        values = decode_fp8(raw, FP8).to(DTYPE)
+    elif FP8 == 3:
+        values = raw.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    else:
+        values = raw.to(tl.float8e5, bitcast=True).to(DTYPE)
+    return values
 
 
 @triton.jit
@@ -78,18 +81,14 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
     SPANS: tl.constexpr,
     GROUPS: tl.constexpr,
     RSWA: tl.constexpr,
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
     FP8: tl.constexpr,
-    FP8_BIAS: tl.constexpr,
-    FP8_FNUZ: tl.constexpr,
     FP8_NATIVE: tl.constexpr,
     DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -99,7 +98,7 @@ def _attend(
         tile = tl.where(i < head_tiles, i, start_tile + i - head_tiles)
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
         if MASKED:
-            mask = tile_mask(key, pos, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, WINDOW, SPANS, GROUPS, RSWA)  # [M, N]
+            mask = tile_mask(key, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, SPANS, GROUPS, RSWA)  # [M, N]
             if GROUPS:  # groups leave gaps between the bounds
                 seen = tl.max(mask.to(tl.int32), axis=0) > 0
             else:
@@ -116,28 +115,24 @@ def _attend(
             page = tl.load(row_table_ptr + key // PAGE_SIZE, mask=seen, other=0)
             offset = key % PAGE_SIZE
         column = tl.arange(0, BLOCK_D)
-        k = _load_tile(
-            k_ptr, page, offset, stride_k_page, stride_k_key, seen, column, HEAD_SIZE, BLOCK_D, FP8, FP8_BIAS, FP8_FNUZ, FP8_NATIVE, DTYPE
-        )  # [N, D]
-        score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale  # [M, N]
+        k = _load_tile(k_ptr, page, offset, stride_k_page, stride_k_key, seen, column, HEAD_SIZE, BLOCK_D, FP8, FP8_NATIVE, DTYPE)  # [N, D]
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale  # [M, N]
         if SOFTCAP:
-            score = soft_cap(score, softcap) * LOG2E
+            score = soft_cap(score, softcap, q.dtype == tl.float32) * LOG2E
         if ALIBI > 0:
             score += alibi_bias(slope, pos, key, ALIBI == 2)
         if MASKED:
             score = tl.where(mask, score, float("-inf"))
         weights, top, total, correction = softmax_step(score, top, total)
         column = tl.arange(0, BLOCK_DV)
-        v = _load_tile(
-            v_ptr, page, offset, stride_v_page, stride_v_key, seen, column, V_HEAD_SIZE, BLOCK_DV, FP8, FP8_BIAS, FP8_FNUZ, FP8_NATIVE, DTYPE
-        )  # [N, DV]
-        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision=PRECISION)
+        v = _load_tile(v_ptr, page, offset, stride_v_page, stride_v_key, seen, column, V_HEAD_SIZE, BLOCK_DV, FP8, FP8_NATIVE, DTYPE)  # [N, DV]
+        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=UNALIGNED)
 def paged_attention(
-    q_ptr,  # [tokens, Hq, D]
+    q_ptr,  # [tokens, Hq, D]; fp8 as uint8
     k_ptr,  # pages, or packed keys; fp8 as uint8
     v_ptr,
     out_ptr,  # [tokens, Hq, DV]
@@ -186,12 +181,10 @@ def paged_attention(
     ALIBI: tl.constexpr,  # 1: linear, 2: sqrt
     SOFTCAP: tl.constexpr,
     SCALE_BY_HEAD: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_BIAS: tl.constexpr,
-    FP8_FNUZ: tl.constexpr,
-    FP8_NATIVE: tl.constexpr,
+    FP8: tl.constexpr,  # the cache's format, as for decode_fp8; 0: not fp8
+    FP8_NATIVE: tl.constexpr,  # the target converts that format itself
+    Q_FP8: tl.constexpr,  # the queries' format
     DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
     CUT_TILES: tl.constexpr,
     STAGED: tl.constexpr,  # also a loop without masks, for the tiles that every token sees whole
     BLOCK_M: tl.constexpr,
@@ -217,7 +210,7 @@ def paged_attention(
     kv_len = tl.load(seq_lens_ptr + row)
     m = tl.arange(0, BLOCK_M)
     token = q_block * BLOCK_Q + m // GROUP  # [M], in the row
-    head = kv_head * GROUP + m % GROUP
+    head = (kv_head * GROUP + m % GROUP).to(tl.int64)
     valid = (token < q_len) & (m < BLOCK_Q * GROUP)
     pos = kv_len - q_len + token
     token_row = (first_token + token).to(tl.int64)
@@ -261,7 +254,9 @@ def paged_attention(
 
     d = tl.arange(0, BLOCK_D)
     q_mask = valid[:, None] & (d[None, :] < HEAD_SIZE)
-    q = tl.load(q_ptr + token_row[:, None] * stride_q_token + (head * stride_q_head)[:, None] + d[None, :], mask=q_mask, other=0.0)  # [M, D]
+    q = tl.load(q_ptr + token_row[:, None] * stride_q_token + (head * stride_q_head)[:, None] + d[None, :], mask=q_mask, other=0)  # [M, D]
+    if Q_FP8 > 0:
+        q = decode_fp8(q, Q_FP8)
     q = q.to(DTYPE)
     score_scale = scale
     if q_scale_ptr is not None:
@@ -291,8 +286,8 @@ def paged_attention(
         acc, top, total = _attend(
             q, acc, top, total, stage_begin, stage_end, head_tiles, start_tile, prefix, lo, hi, prefix_max, lo_min, hi_max, pos, group, slope, kv_len,
             row_spans_ptr, num_spans, k_head_ptr, v_head_ptr, row_table_ptr, first_key, stride_k_page, stride_k_key, stride_v_page, stride_v_key,
-            score_scale, softcap, stage != 1, PAGE_SIZE, HEAD_SIZE, V_HEAD_SIZE, WINDOW, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FP8, FP8_BIAS, FP8_FNUZ,
-            FP8_NATIVE, DTYPE, PRECISION, BLOCK_N, BLOCK_D, BLOCK_DV,
+            score_scale, softcap, stage != 1, PAGE_SIZE, HEAD_SIZE, V_HEAD_SIZE, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FP8, FP8_NATIVE,
+            DTYPE, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
     # The result, or this part's state for combine. Sinks join once: here, or there.

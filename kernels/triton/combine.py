@@ -8,7 +8,7 @@ import triton.language as tl
 from attnmux.kernels.triton.values import LN2, LOG2E, merge_sink, merge_step
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["query_start_ptr", "lse_ptr", "sinks_ptr"])
 def combine(
     slot_out_ptr,  # fp32 [slots, Hkv, M, V_HEAD_SIZE]
     slot_lse_ptr,  # fp32 [slots, Hkv, M], base 2
@@ -40,7 +40,7 @@ def combine(
     q_len = tl.load(query_start_ptr + row + 1) - first_token
     m = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
     token = q_block * BLOCK_Q + m // GROUP
-    head = kv_head * GROUP + m % GROUP
+    head = (kv_head * GROUP + m % GROUP).to(tl.int64)
     valid = (token < q_len) & (m < BLOCK_Q * GROUP)
     if tl.max(valid.to(tl.int32), axis=0) == 0:
         return
@@ -64,7 +64,7 @@ def combine(
         tl.store(lse_ptr + token_row * (KV_HEADS * GROUP) + head, (top + tl.log2(total)) * LN2, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["states", "rows"])
 def merge(
     outs_ptr,  # [states, rows, DV]; rows are tokens times heads
     lses_ptr,  # fp32 [states, rows], natural log

@@ -34,9 +34,37 @@ class Target:
     shared_memory: int
 
 
-_DECODE = LaunchConfig(16, 64, 4, 3, False, "one 16-row tile holds a group of heads; decode is bound by memory")
-_VERIFY = LaunchConfig(64, 64, 4, 3, False, "several tokens share each key that is read")
-_PREFILL = LaunchConfig(128, 64, 8, 2, True, "128 rows a tile; 8 warps hold the accumulator without spilling")
+_ROWS = "128 rows a tile, whose accumulator 8 warps hold without spilling"
+_MEMORY = "one 16-row tile holds a group of heads; decode is bound by memory"
+_SHARED = "several tokens share each key that is read"
+_WIDE = "no spills on sm80, sm90 and gfx942, where twice the keys or rows do spill"
+_SCALAR = "true fp32 runs on the scalar units: larger tiles only spill"
+
+_TABLE: dict[tuple[str, int, int], LaunchConfig] = {
+    # kind, bytes of the compute dtype, head size at most
+    ("prefill", 2, 64): LaunchConfig(128, 64, 8, 2, True, _ROWS),
+    ("prefill", 2, 128): LaunchConfig(64, 64, 8, 2, True, _WIDE),
+    ("prefill", 2, 256): LaunchConfig(64, 32, 8, 2, True, _WIDE),
+    ("prefill", 2, 512): LaunchConfig(32, 32, 8, 2, True, _WIDE),
+    ("verify", 2, 64): LaunchConfig(64, 64, 4, 3, False, _SHARED),
+    ("verify", 2, 128): LaunchConfig(64, 32, 4, 3, False, _WIDE),
+    ("verify", 2, 256): LaunchConfig(32, 32, 8, 2, False, _WIDE),
+    ("verify", 2, 512): LaunchConfig(32, 32, 8, 2, False, _WIDE),
+    ("decode", 2, 64): LaunchConfig(16, 64, 4, 3, False, _MEMORY),
+    ("decode", 2, 128): LaunchConfig(16, 64, 4, 3, False, _MEMORY),
+    ("decode", 2, 256): LaunchConfig(16, 32, 4, 3, False, _WIDE),
+    ("decode", 2, 512): LaunchConfig(16, 32, 8, 2, False, _WIDE),
+    ("prefill", 4, 64): LaunchConfig(32, 32, 8, 1, True, _SCALAR),
+    ("prefill", 4, 128): LaunchConfig(32, 16, 4, 1, True, _SCALAR),
+    ("prefill", 4, 256): LaunchConfig(32, 16, 8, 1, True, _SCALAR),
+    ("prefill", 4, 512): LaunchConfig(16, 16, 8, 1, True, _SCALAR),
+    ("decode", 4, 64): LaunchConfig(16, 32, 4, 1, False, _SCALAR),
+    ("decode", 4, 128): LaunchConfig(16, 16, 4, 1, False, _SCALAR),
+    ("decode", 4, 256): LaunchConfig(16, 16, 4, 1, False, _SCALAR),
+    ("decode", 4, 512): LaunchConfig(16, 16, 8, 1, False, _SCALAR),
+}
+_FROM_SHARED = LaunchConfig(128, 64, 8, 2, True, _ROWS)
+"""Prefill at head size 128 where matrix units read their operands from shared memory."""
 
 
 def power_of_two(n: int) -> int:
@@ -59,35 +87,58 @@ def launch_config(
         page_size: keys a page; 0 for packed keys.
     """
     d, dv = power_of_two(head_size), power_of_two(v_head_size)
-    config = _PREFILL
-    if decode:
-        rows = power_of_two(max_query_len * group)
-        config = _DECODE if rows <= 16 else replace(_VERIFY, block_m=min(rows, 64))
-    if element == 4:  # true fp32 runs on the scalar units: large tiles only spill
-        config = replace(config, block_m=min(config.block_m, 32), block_n=32, num_stages=1)
-    if max(d, dv) > 128 and config.block_m > 64:
-        config = replace(config, block_m=64, num_warps=8 if max(d, dv) > 256 else 4)
-    if max(d, dv) > 256:
-        config = replace(config, block_n=32)
-    if target.type == "rocm":
-        config = replace(config, num_stages=1)
+    least = smallest_tile(group)
+    rows = power_of_two(max_query_len * group)
+    kind = "prefill" if not decode else "decode" if rows <= 16 or element == 4 else "verify"
+    size = next((size for size in (64, 128, 256) if max(d, dv) <= size), 512)
+    config = _TABLE[kind, element, size]
+    if kind == "verify":
+        config = replace(config, block_m=min(rows, config.block_m))
+    if (kind, size) == ("prefill", 128) and kv_element == element == 2 and reads_shared(target):
+        config = _FROM_SHARED
+    if target.type == "rocm":  # loads go through registers there, and bytes take more of them
+        keys = 16 if size == 512 else config.block_n // 2 if kv_element < element == 2 else config.block_n
+        warps = 4 if size == 512 and (element == 4 or kind == "decode" or kv_element < element) else config.num_warps
+        config = replace(config, block_n=keys, num_warps=warps, num_stages=1)
     if target.type == "cpu":  # the interpreter: small tiles, small tests
         config = replace(config, block_m=16, block_n=16)
-    if power_of_two(group) > config.block_m:
-        config = replace(config, block_m=power_of_two(group))
-    while shared_memory(config, d, dv, element, kv_element) > target.shared_memory > 0:
+    if config.block_m < least.block_m:
+        config = replace(config, block_m=least.block_m, num_warps=8)
+    while shared_memory(target, config, head_size, v_head_size, element, kv_element) > target.shared_memory > 0:
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
-        elif config.block_n > 16:
+        elif config.block_n > least.block_n:
             config = replace(config, block_n=config.block_n // 2)
-        elif config.block_m > power_of_two(group):
+        elif config.block_m > least.block_m:
             config = replace(config, block_m=config.block_m // 2)
         else:
             return None
     return config
 
 
-def shared_memory(config: LaunchConfig, d: int, dv: int, element: int, kv_element: int) -> int:
-    """Bytes of shared memory a block uses at most: the Q block, the weights, and the tiles in flight."""
-    tiles = config.num_stages * config.block_n * (d + dv) * max(kv_element, element)
-    return config.block_m * d * element + config.block_m * config.block_n * element + tiles + 1024
+def reads_shared(target: Target) -> bool:
+    """Whether matrix units read tiles where they lie in shared memory (wgmma, tcgen05), not from registers."""
+    return target.arch.startswith(("sm90", "sm10"))
+
+
+def smallest_tile(group: int) -> LaunchConfig:
+    """What is tried last: the group's heads times 16 keys, without pipelining."""
+    return LaunchConfig(power_of_two(group), 16, 4, 1, False, "the least that the matrix units take")
+
+
+def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_size: int, element: int, kv_element: int) -> int:
+    """Bytes of shared memory a block uses at most. A bound, held against what compilers report for each target.
+
+    The Q block, the weights and the tiles in flight; or the accumulator, when it changes its layout to be stored.
+    """
+    d, dv, m, n = power_of_two(head_size), power_of_two(v_head_size), config.block_m, config.block_n
+    wide = max(element, kv_element)
+    q, weights, k, v = m * d * element, m * n * element, n * d * wide, n * dv * wide
+    if config.num_stages == 1:
+        tiles = max(k, v)  # one after the other in the same place
+    else:
+        # a stage that is read where it lies is free only when its product is done
+        tiles = (k + v) * (config.num_stages if m >= 64 and reads_shared(target) else config.num_stages - 1)
+    if target.type == "rocm" and config.num_stages == 1:
+        return max(q, tiles) + weights + 1024  # everything passes through on its way to registers
+    return max(q + weights + tiles + 1024, m * dv * 4)

@@ -33,13 +33,13 @@ def token_intervals(
     hi = tl.zeros_like(pos) + kv_len
     if WINDOW > 0:
         lo = pos - WINDOW + 1
-        hi = pos + WINDOW_RIGHT + 1
+        hi = pos + tl.minimum(kv_len, WINDOW_RIGHT) + 1  # a reach near 2**31 must not wrap around
     if CAUSAL == 1:
         hi = pos + 1
     if CAUSAL == 2:
         hi = tl.where(row_causal, pos + 1, hi)
     if CHUNK > 0:
-        lo = tl.maximum(lo, (tl.maximum(pos, 0) // CHUNK - LOOKBACK) * CHUNK)
+        lo = tl.maximum(lo, tl.maximum(tl.maximum(pos, 0) // CHUNK - LOOKBACK, 0) * CHUNK)
     if SPANS == 1:  # the union of two intervals that both hold pos is one interval
         inside = span_end > 0
         lo = tl.where(inside, tl.minimum(lo, span_start), lo)
@@ -73,7 +73,6 @@ def own_spans(pos, kv_len, row_spans_ptr, num_spans):
 @triton.jit
 def tile_mask(
     key,  # [N] int32
-    pos,  # [M] int32
     prefix,  # [M]
     lo,  # [M]
     hi,  # [M]
@@ -81,7 +80,6 @@ def tile_mask(
     kv_len,
     row_spans_ptr,  # int32 [spans, 3] of this row: start, end, group
     num_spans,
-    WINDOW: tl.constexpr,
     SPANS: tl.constexpr,
     GROUPS: tl.constexpr,
     RSWA: tl.constexpr,
@@ -96,8 +94,8 @@ def tile_mask(
             end = tl.minimum(tl.load(row_spans_ptr + 3 * i + 1), kv_len)
             which = tl.load(row_spans_ptr + 3 * i + 2)
             member = (group[:, None] == which) & (group[:, None] >= 0) & (key[None, :] >= start) & (key[None, :] < end)
-            if SPANS == 2 and WINDOW > 0:
-                member = member & (pos[:, None] - key[None, :] < WINDOW)
+            if SPANS == 2:
+                member = member & (key[None, :] >= lo[:, None])
             mask = mask | member
     return mask
 
@@ -128,9 +126,10 @@ def tile_bounds(prefix_max, lo_min, hi_max, BLOCK_N: tl.constexpr):
 def part_of(count, part, parts, CUT_TILES: tl.constexpr):
     """The half-open range of a work item among the ``count`` tiles of its Q block.
 
-    ``CUT_TILES`` of 0 cuts evenly into ``parts``. Otherwise every part but the last has ``CUT_TILES`` tiles, whatever else is in
-    the batch, so that the bits of a row depend on the row alone.
+    ``CUT_TILES`` of 0 cuts evenly into ``parts``. Otherwise every part has ``CUT_TILES`` tiles as far as there are any, whatever
+    else is in the batch, so that the bits of a row depend on the row alone. The last part takes what a schedule left over.
     """
     if CUT_TILES > 0:
-        return tl.minimum(part * CUT_TILES, count), tl.minimum((part + 1) * CUT_TILES, count)
+        begin = tl.minimum(part * CUT_TILES, count)
+        return begin, tl.where(part == parts - 1, count, tl.minimum(begin + CUT_TILES, count))
     return count * part // parts, count * (part + 1) // parts

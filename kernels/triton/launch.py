@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +16,13 @@ from attnmux.kernels.triton.combine import combine, merge
 from attnmux.kernels.triton.config import LaunchConfig, power_of_two
 from attnmux.kernels.triton.write import write_cache
 
-FP8_FORMATS: dict[torch.dtype, tuple[int, int, bool]] = {
-    torch.float8_e4m3fn: (3, 7, False),
-    torch.float8_e5m2: (2, 15, False),
-    torch.float8_e4m3fnuz: (3, 8, True),
-    torch.float8_e5m2fnuz: (2, 16, True),
+FP8_FORMATS: dict[torch.dtype, int] = {
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 2,
+    torch.float8_e4m3fnuz: 13,
+    torch.float8_e5m2fnuz: 12,
 }
-"""Mantissa bits, exponent bias, and whether the format is fnuz."""
+"""Formats as ``decode_fp8`` takes them."""
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -118,17 +119,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, row
         out: ``[tokens, Hq, Dv]``; lse: float32 ``[tokens, Hq]``, contiguous, or ``None``.
         rows, work, features, layer: the step, its cut, and the layer.
     """
-    kv_heads, group = k.shape[-2], q.shape[1] // k.shape[-2]
-    config, capturing = work.config, q.is_cuda and torch.cuda.is_current_stream_capturing()
-    num_items = work.items.shape[0] if capturing else work.num_items
-    num_merges = work.merges.shape[0] if capturing else work.num_merges
+    whole = capturing(q.device)  # a replay may find more items than this step has
+    num_items = work.items.shape[0] if whole else work.num_items
+    num_merges = work.merges.shape[0] if whole else work.num_merges
     if num_items == 0:
         return
-    mantissa, bias, fnuz = FP8_FORMATS.get(k.dtype, (0, 0, False))
+    with _on(q.device):
+        _attend(q, k, v, out, lse, rows, work, features, layer, num_items, num_merges)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    rows: Rows,
+    work: Work,
+    features: Features,
+    layer: Layer,
+    items: int,
+    merges: int,
+) -> None:
+    kv_heads, group, config = k.shape[-2], q.shape[1] // k.shape[-2], work.config
     k_page, k_key, k_head = _strides(k)
     v_page, v_key, v_head = _strides(v)
-    paged_attention[(num_items * kv_heads,)](
-        q_ptr=q,
+    paged_attention[(items * kv_heads,)](
+        q_ptr=_bytes(q),
         k_ptr=_bytes(k),
         v_ptr=_bytes(v),
         out_ptr=out,
@@ -177,12 +194,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, row
         ALIBI=features.alibi,
         SOFTCAP=features.softcap != 0,
         SCALE_BY_HEAD=features.scale_by_head,
-        FP8=mantissa,
-        FP8_BIAS=bias,
-        FP8_FNUZ=fnuz,
-        FP8_NATIVE=mantissa != 0 and features.fp8_native,
+        FP8=FP8_FORMATS.get(k.dtype, 0),
+        FP8_NATIVE=features.fp8_native,
+        Q_FP8=FP8_FORMATS.get(q.dtype, 0),
         DTYPE=_TRITON_DTYPES[features.dtype],
-        PRECISION="ieee" if features.dtype == torch.float32 else "tf32",
         CUT_TILES=work.cut_tiles,
         STAGED=config.staged,
         BLOCK_M=config.block_m,
@@ -192,9 +207,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, row
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if num_merges:
+    if merges:
         block_r = min(config.block_m, 16)
-        combine[(num_merges * kv_heads, config.block_m // block_r)](
+        combine[(merges * kv_heads, config.block_m // block_r)](
             slot_out_ptr=work.slot_out,
             slot_lse_ptr=work.slot_lse,
             merges_ptr=work.merges,
@@ -218,28 +233,26 @@ def store(new: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None, page_
     """Write ``new [tokens, Hkv, D]`` at int64 ``slots``; fp8 caches hold ``value / scale``, rounded to nearest even and saturated."""
     if slots.shape[0] == 0:
         return
-    mantissa, bias, fnuz = FP8_FORMATS.get(cache.dtype, (0, 0, False))
     page, key, head = _strides(cache)
-    write_cache[(slots.shape[0], new.shape[1])](
-        new_ptr=new,
-        cache_ptr=_bytes(cache),
-        slots_ptr=slots,
-        scale_ptr=scale,
-        largest=torch.finfo(cache.dtype).max,
-        stride_new_token=new.stride(0),
-        stride_new_head=new.stride(1),
-        stride_page=page,
-        stride_key=key,
-        stride_head=head,
-        SIZE=new.shape[2],
-        PAGE_SIZE=page_size,
-        SCALE_BY_HEAD=scale_by_head,
-        FP8=mantissa,
-        FP8_BIAS=bias,
-        FP8_FNUZ=fnuz,
-        BLOCK=triton.next_power_of_2(new.shape[2]),
-        num_warps=1,
-    )
+    with _on(new.device):
+        write_cache[(slots.shape[0], new.shape[1])](
+            new_ptr=new,
+            cache_ptr=_bytes(cache),
+            slots_ptr=slots,
+            scale_ptr=scale,
+            largest=torch.finfo(cache.dtype).max,
+            stride_new_token=new.stride(0),
+            stride_new_head=new.stride(1),
+            stride_page=page,
+            stride_key=key,
+            stride_head=head,
+            SIZE=new.shape[2],
+            PAGE_SIZE=page_size,
+            SCALE_BY_HEAD=scale_by_head,
+            FP8=FP8_FORMATS.get(cache.dtype, 0),
+            BLOCK=triton.next_power_of_2(new.shape[2]),
+            num_warps=1,
+        )
 
 
 def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -249,10 +262,22 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=outs.device)
     block_r = 8
-    merge[(triton.cdiv(tokens * heads, block_r),)](
-        outs, lses, sinks, out, lse, states, tokens * heads, HEADS=heads, V_HEAD_SIZE=size, BLOCK_R=block_r, BLOCK_DV=power_of_two(size), num_warps=4
-    )
+    if out.numel():
+        with _on(out.device):
+            merge[(triton.cdiv(tokens * heads, block_r),)](
+                outs, lses, sinks, out, lse, states, tokens * heads, HEADS=heads, V_HEAD_SIZE=size, BLOCK_R=block_r, BLOCK_DV=power_of_two(size)
+            )
     return out, lse
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream is being captured into a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, whatever the tensors'."""
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
 def _strides(cache: Tensor) -> tuple[int, ...]:

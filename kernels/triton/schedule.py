@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far a token sees, for estimates: keys to the left, keys of a global prefix, and whether to its right."""
+    """How far a token sees: keys to the left, itself included, keys to the right (``None``: to the row's end), and a global prefix."""
 
     left: int | None = None
+    right: int | None = 0
     prefix: int = 0
-    right: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,10 @@ class Schedule:
     items: list[tuple[int, int, int, int, int]]
     merges: list[tuple[int, int, int, int]]
     slots: int
+
+
+MIN_TILES = 2
+"""A part of fewer tiles costs more to merge than it saves."""
 
 
 def schedule(
@@ -48,16 +52,14 @@ def schedule(
         block_q, block_n: query tokens of a Q block, keys of a tile.
         kv_heads: programs an item stands for.
         programs: how many keep the device busy; work is cut until about so many exist.
-        cut_tiles: cut at fixed places instead, this many tiles a part (0: evenly).
+        cut_tiles: cut at fixed places instead, this many tiles a part (0: evenly), and through slots even where one part does:
+            the way a row is computed must not depend on how long the host thinks it is.
     """
+    count_tiles = most_tiles if cut_tiles else likely_tiles
     blocks: list[tuple[int, int, int]] = []  # tiles, row, Q block
     for row in rows:
-        q_len, kv_len = query_lens[row], kv_lens[row]
-        for q_block in range(-(-q_len // block_q)):
-            last = kv_len if reach.right else min(kv_len, kv_len - q_len + (q_block + 1) * block_q)
-            first = 0 if reach.left is None else max(0, kv_len - q_len + q_block * block_q - reach.left + 1)
-            tiles = -(-max(last, 0) // block_n) - first // block_n
-            tiles += min(-(-reach.prefix // block_n), first // block_n)
+        for q_block in range(-(-query_lens[row] // block_q)):
+            tiles = count_tiles(query_lens[row], kv_lens[row], q_block, reach, block_q, block_n)
             blocks.append((max(tiles, 1), row, q_block))
     total = sum(tiles for tiles, _, _ in blocks)
     share = max(MIN_TILES, -(-total * kv_heads // programs))
@@ -76,8 +78,20 @@ def schedule(
     return Schedule(items, merges, slots)
 
 
-MIN_TILES = 2
-"""A part of fewer tiles costs more to merge than it saves."""
+def likely_tiles(q_len: int, kv_len: int, q_block: int, reach: Reach, block_q: int, block_n: int) -> int:
+    """Tiles that a Q block reads when ``kv_len`` is exact."""
+    first = kv_len - q_len + q_block * block_q  # position of the block's first token
+    hi = kv_len if reach.right is None else min(kv_len, first + block_q + reach.right)
+    lo = 0 if reach.left is None else max(0, first - reach.left + 1)
+    return -(-max(hi, 0) // block_n) - lo // block_n + min(-(-reach.prefix // block_n), lo // block_n)
+
+
+def most_tiles(q_len: int, kv_len: int, q_block: int, reach: Reach, block_q: int, block_n: int) -> int:
+    """Tiles that no Q block exceeds whatever its true length up to ``kv_len``: a shorter row may lie across one tile more."""
+    whole = -(-kv_len // block_n)
+    if reach.left is None or reach.right is None:
+        return whole
+    return min(whole, -(-(reach.left + block_q + reach.right) // block_n) + 1 + -(-reach.prefix // block_n))
 
 
 def capacity(max_blocks: int, max_tiles: int, kv_heads: int, programs: int, cut_tiles: int) -> tuple[int, int]:

@@ -10,32 +10,38 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def decode_fp8(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr):
+def decode_fp8(code, FORMAT: tl.constexpr):
     """uint8 codes of an 8-bit float as fp32, exactly, on any target.
 
-    ``MANTISSA`` is 3 (e4m3) or 2 (e5m2). fn formats have NaN at the all-ones code of either sign (e5m2 also infinity); fnuz
-    formats have one NaN, where -0 would be. Source: OCP 8-bit floating point specification 1.0; fnuz after Noune et al. (2022).
+    ``FORMAT`` is the number of mantissa bits, 3 (e4m3) or 2 (e5m2), and 10 more for fnuz. fn formats have NaN at the all-ones
+    code of either sign (e5m2 also infinity); fnuz formats have one NaN, where -0 would be, and a bias one higher.
+    Source: OCP 8-bit floating point specification 1.0; fnuz after Noune et al. (2022).
     """
-    bits = code.to(tl.int32)
+    MANTISSA: tl.constexpr = FORMAT % 10
+    FNUZ: tl.constexpr = FORMAT // 10
+    BIAS: tl.constexpr = (7 if MANTISSA == 3 else 15) + FNUZ
+    bits = code.to(tl.uint16)
     magnitude = bits & 0x7F
-    exponent = magnitude >> MANTISSA
-    fraction = magnitude & ((1 << MANTISSA) - 1)
-    normal = (((exponent + (127 - BIAS)) << 23) | (fraction << (23 - MANTISSA))).to(tl.float32, bitcast=True)
-    smallest = tl.full(code.shape, (128 - BIAS - MANTISSA) << 23, tl.int32).to(tl.float32, bitcast=True)  # 2 ** (1 - BIAS - MANTISSA)
-    value = tl.where(exponent == 0, fraction.to(tl.float32) * smallest, normal)
-    nan = float("nan")
+    scale = 2.0 ** (15 - BIAS)
+    if FORMAT == 12:  # the highest exponent is a number here and infinity in fp16
+        high = magnitude >= 64
+        magnitude = tl.where(high, magnitude - 32, magnitude)
+        scale = tl.where(high, 128.0, 0.5)
+    half = (magnitude << (10 - MANTISSA)) | ((bits & 0x80) << 8)  # the same fields in fp16, whose subnormals scale exactly
+    value = half.to(tl.float16, bitcast=True).to(tl.float32) * scale
     if FNUZ:
-        value = tl.where(bits == 0x80, nan, value)
+        value = tl.where(bits == 0x80, float("nan"), value)
     elif MANTISSA == 3:
-        value = tl.where(magnitude == 0x7F, nan, value)
-    else:
-        value = tl.where(exponent == 31, tl.where(fraction == 0, float("inf"), nan), value)
-    return tl.where(bits >= 0x80, -value, value)
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+    return value
 
 
 @triton.jit
-def encode_fp8(x, largest, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr):
-    """fp32 to uint8 codes, rounded to nearest even, saturated at ``largest``; NaN stays NaN."""
+def encode_fp8(x, largest, FORMAT: tl.constexpr):
+    """fp32 to uint8 codes, rounded to nearest even, saturated at ``largest``; NaN stays NaN. ``FORMAT`` as for ``decode_fp8``."""
+    MANTISSA: tl.constexpr = FORMAT % 10
+    FNUZ: tl.constexpr = FORMAT // 10
+    BIAS: tl.constexpr = (7 if MANTISSA == 3 else 15) + FNUZ
     bits = x.to(tl.int32, bitcast=True)
     negative = bits < 0
     size = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), largest)
@@ -54,9 +60,19 @@ def encode_fp8(x, largest, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.
 
 
 @triton.jit
-def soft_cap(score, cap):
-    """``cap * tanh(score / cap)`` without overflow: exp saturates to infinity or 0, and both ends are exact."""
-    return cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E / cap)) + 1.0))
+def soft_cap(score, cap, EXACT: tl.constexpr):
+    """``cap * tanh(score / cap)`` without overflow: exp saturates to infinity or 0, and both ends are exact.
+
+    Near 0 the exponential form cancels: it is off by ``cap * 2**-24``. That is far below the rounding of 16-bit inputs;
+    ``EXACT`` (fp32) takes the Taylor series there.
+    """
+    capped = cap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E / cap)) + 1.0))
+    if EXACT:
+        x = score / cap
+        y = x * x
+        series = score * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 + y * (-17.0 / 315.0 + y * (62.0 / 2835.0)))))
+        capped = tl.where(y < 0.0625, series, capped)
+    return capped
 
 
 @triton.jit

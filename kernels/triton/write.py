@@ -23,16 +23,14 @@ def write_cache(
     SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: packed
     SCALE_BY_HEAD: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_BIAS: tl.constexpr,
-    FP8_FNUZ: tl.constexpr,
+    FP8: tl.constexpr,  # the cache's format, as for encode_fp8; 0: not fp8
     BLOCK: tl.constexpr,
 ):
     """One head of one token a program; a slot of -1 is skipped. Grid: ``(tokens, Hkv)``."""
     slot = tl.load(slots_ptr + tl.program_id(0))
     if slot < 0:
         return
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
     value = tl.load(new_ptr + tl.program_id(0).to(tl.int64) * stride_new_token + head * stride_new_head + column, mask=mask)
@@ -40,10 +38,10 @@ def write_cache(
         at = slot * stride_key
     else:
         at = (slot // PAGE_SIZE) * stride_page + (slot % PAGE_SIZE) * stride_key
-    at += head.to(tl.int64) * stride_head
+    at += head * stride_head
     if FP8 > 0:
         value = value.to(tl.float32)
         if scale_ptr is not None:
-            value = value / tl.load(scale_ptr + head * SCALE_BY_HEAD)
-        value = encode_fp8(value, largest, FP8, FP8_BIAS, FP8_FNUZ)
+            value = tl.div_rn(value, tl.load(scale_ptr + head * SCALE_BY_HEAD))  # as torch divides: a quotient beside a tie must not fall on it
+        value = encode_fp8(value, largest, FP8)
     tl.store(cache_ptr + at + column, value, mask=mask)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
@@ -276,3 +279,13 @@ def test_what_it_cannot_do_exactly_it_refuses():
     ):
         with pytest.raises(attnmux.NoBackendError, match=field):
             attnmux.Attention(BASE.replace(**changes), "cpu", require="sdpa")
+
+
+def test_the_benchmark_runs(monkeypatch, tmp_path, capsys):
+    results = tmp_path / "results.json"
+    path = Path(__file__).parents[2] / "benchmarks" / "cpu_sdpa.py"
+    monkeypatch.setattr("sys.argv", [path.name, "--rows", "2", "--keys", "40", "--repeat", "1", "--layout", "HND", "--json", str(results)])
+    runpy.run_path(str(path), run_name="__main__")
+    assert "sdpa" in capsys.readouterr().out
+    found = json.loads(results.read_text())["results"]
+    assert {(r["phase"], r["dtype"]) for r in found} == {(p, d) for p in ("prefill", "decode") for d in ("fp32", "bf16")}

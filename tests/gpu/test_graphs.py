@@ -1,0 +1,99 @@
+"""A CUDA graph captured over short sequences and replayed over long ones, with changed tables and padding rows, equals eager."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import attnmux
+from attnmux.testing.measure import SLACK, distance
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+PAGE, PAGES, SEQS = 16, 4096, 16
+SPECS = {
+    "plain": {},
+    "window, sinks": {"sliding_window": 700, "sinks": True},
+    "reference window": {"rswa_window": 64},
+    "fp8": {"kv_dtype": torch.float8_e4m3fn, "kv_scale": "tensor"},
+    "invariant": {"batch_invariant": True},
+}
+
+
+def step(spec, generator: random.Random, query_lens: list[int], longest: int) -> attnmux.Batch:
+    """Rows with new lengths and pages; some are padding."""
+    lens = [n and generator.randint(n, longest) for n in query_lens]
+    pages = generator.sample(range(PAGES), sum(-(-n // PAGE) for n in lens))
+    table = torch.full((SEQS, 512), -1, dtype=torch.int32)
+    for row, length in enumerate(lens):
+        for column in range(-(-length // PAGE)):
+            table[row, column] = pages.pop()
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    prefix = torch.tensor([generator.randint(0, 90) for _ in lens], dtype=torch.int32).cuda() if spec.rswa_window else None
+    return attnmux.Batch(
+        starts.cuda(), torch.tensor(lens, dtype=torch.int32).cuda(), table.cuda(), prefix_lens=prefix, query_lens_cpu=query_lens, seq_lens_cpu=lens
+    )
+
+
+def inputs(spec: attnmux.AttentionSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict]:
+    torch.manual_seed(0)
+    q = torch.randn(SEQS * 16, spec.num_q_heads, spec.head_size, device="cuda", dtype=spec.dtype)
+    k, v = (torch.randn(PAGES, PAGE, spec.num_kv_heads, spec.head_size, device="cuda", dtype=torch.float16).to(spec.kv_dtype) for _ in range(2))
+    layer = {"sinks": torch.randn(spec.num_q_heads, device="cuda")} if spec.sinks else {}
+    return q, k, v, layer | ({"k_scale": 0.7, "v_scale": torch.tensor(1.2, device="cuda")} if spec.kv_scale else {})
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_captured_short_replayed_long(name):
+    spec = attnmux.AttentionSpec(8, 2, 64, torch.float16, page_size=PAGE, return_lse=False, **SPECS[name])
+    limits = attnmux.Limits(max_num_seqs=SEQS, max_num_tokens=SEQS * 16, max_seq_len=512 * PAGE, max_query_len=16)
+    attention = attnmux.Attention(spec, "cuda", limits=limits, require="triton")
+    attention.warmup()
+    q, k, v, layer = inputs(spec)
+    out, eager = torch.empty_like(q), torch.empty_like(q)
+    generator = random.Random(0)
+    query_lens = [1] * 6 + [2, 16, 1, 7, 3, 1, 16, 5, 1, 4]
+    plan = attention.plan(step(spec, generator, query_lens, 20))
+    attention.run(q, k, v, plan, out=eager, **layer)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.run(q, k, v, plan, out=out, **layer)
+    for i in range(1000 if name == "plain" else 200):
+        padding = generator.sample(range(SEQS), generator.randint(0, 6))
+        longest = 60 if i % 5 else 4000
+        batch = step(spec, generator, [0 if row in padding else n for row, n in enumerate(query_lens)], longest)
+        attention.plan(batch, into=plan)
+        out.fill_(torch.nan)
+        graph.replay()
+        attention.run(q, k, v, plan, out=eager, **layer)
+        n = batch.num_tokens
+        assert torch.equal(out[:n], eager[:n]), i
+        assert bool(out[n:].isnan().all()), i
+        if i % 190 == 0:
+            want, _ = attnmux.reference_attention(q, k, v, spec, batch, compute_dtype=torch.float64, **layer)
+            own, _ = attnmux.reference_attention(q, k, v, spec, batch, **layer)
+            assert distance(out[:n], want[:n]) <= 2 * distance(own[:n], want[:n]) + SLACK
+
+
+def test_prefill_is_captured_too():
+    spec = attnmux.AttentionSpec(8, 2, 64, torch.float16, page_size=PAGE)
+    limits = attnmux.Limits(max_num_seqs=SEQS, max_num_tokens=256, max_seq_len=512 * PAGE, max_query_len=100)
+    attention = attnmux.Attention(spec, "cuda", limits=limits, require="triton")
+    q, k, v, _ = inputs(spec)
+    out, eager = torch.empty_like(q), torch.empty_like(q)
+    generator = random.Random(1)
+    query_lens = [1, 60, 1, 100, 20] + [1] * 11
+    plan = attention.plan(step(spec, generator, query_lens, 100))
+    attention.run(q, k, v, plan, out=eager)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.run(q, k, v, plan, out=out)
+    for i in range(20):
+        batch = step(spec, generator, [1, generator.randint(17, 60), 0, generator.randint(17, 100), 20] + [1] * 11, 3000)
+        attention.plan(batch, into=plan)
+        graph.replay()
+        attention.run(q, k, v, plan, out=eager)
+        assert torch.equal(out[: batch.num_tokens], eager[: batch.num_tokens]), i

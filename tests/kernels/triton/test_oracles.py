@@ -1,0 +1,204 @@
+"""What an answer must show by itself: who took part, what may not matter, and which bits may not change."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attnmux.backends.triton_backend import TritonBackend
+from attnmux.dispatch.spec import AttentionSpec, Limits
+from attnmux.testing import Row, make_case
+from attnmux.testing.measure import Answer, distance, expect_close, oracle
+
+PLAIN = AttentionSpec(4, 2, 64, torch.float32, page_size=8)
+ROWS = (
+    Row(1, 45, prefix_len=4),
+    Row(3, 18),
+    Row(0, 5),
+    Row(20, 34, ((3, 9), (16, 30)), prefix_len=9, causal=False),
+    Row(2, 0),
+)
+GROUPED = Row(3, 58, ((2, 7, 1), (20, 25, 0), (28, 31), (50, 57, 1)))
+MASKS = {
+    "causal": {},
+    "not causal": {"causal": False},
+    "per sequence": {"causal": "per_sequence"},
+    "window": {"sliding_window": 7},
+    "window both ways": {"sliding_window": 7, "causal": False},
+    "chunk": {"chunk": (8, 1)},
+    "override": {"mm_prefix": "override_window", "sliding_window": 4},
+    "within": {"mm_prefix": "within_window", "sliding_window": 4},
+    "rswa": {"rswa_window": 5},
+    "packed": {"page_size": None},
+}
+
+
+def sees(spec: AttentionSpec, row: Row, q: int, k: int) -> bool:
+    """The mask, one pair at a time, as the documentation words it."""
+    causal = row.causal if spec.causal == "per_sequence" else spec.causal
+    if spec.rswa_window:
+        return k <= q and (k < row.prefix_len or q - k < spec.rswa_window)
+    recent = (spec.sliding_window is None or q - k < spec.sliding_window) and (
+        spec.chunk is None or q // spec.chunk[0] - k // spec.chunk[0] <= spec.chunk[1]
+    )
+    ahead = k <= q if causal else spec.sliding_window is None or k - q < spec.sliding_window
+    spans = [(start, end, group[0] if group else -1 - i) for i, (start, end, *group) in enumerate(row.spans)]
+    same = bool(spec.mm_prefix) and any(
+        q_start <= q < q_end and k_start <= k < k_end and mine == theirs for q_start, q_end, mine in spans for k_start, k_end, theirs in spans
+    )
+    return (ahead or same) and recent if spec.mm_prefix == "within_window" else (ahead and recent) or same
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_hot_values_read_out_which_keys_took_part(mask, attend, device):
+    spec = PLAIN.replace(**MASKS[mask])
+    rows = (*ROWS, GROUPED) if spec.mm_prefix else ROWS
+    case = make_case(spec, rows, device=device)
+    case.q.zero_()  # every visible key weighs the same, so the answer is the mean of the visible values
+    for i, row in enumerate(rows):
+        for key in range(row.kv_len):
+            place = case.places[i][0] + key if spec.page_size is None else (case.places[i][key // 8], key % 8)
+            case.v_cache[place] = torch.nn.functional.one_hot(torch.tensor(key), 64).to(case.v_cache)
+    out = attend(case).out
+    for i, row in enumerate(rows):
+        for t, token in enumerate(out[case.tokens(i)]):
+            q = row.kv_len - row.q_len + t
+            seen = torch.tensor([float(key < row.kv_len and sees(spec, row, q, key)) for key in range(64)])
+            torch.testing.assert_close(token, (seen / seen.sum().clamp(min=1)).expand(4, 64), rtol=1e-6, atol=1e-7)
+
+
+def test_low_and_high_pages_give_the_same_bits(attend, device):
+    spec = PLAIN.replace(sliding_window=9, return_lse=True)
+    low, high = (attend(make_case(spec, ROWS, device=device, place=place)) for place in ("low", "high"))
+    assert low.same_bits(high, slice(0, 26), slice(0, 26))
+
+
+def test_a_changed_key_is_noticed_by_those_who_see_it(attend, device):
+    case = make_case(PLAIN.replace(sliding_window=7), ROWS, device=device)
+    before = attend(case).out
+    for row, key in ((0, 40), (0, 2), (3, 20), (3, 33)):
+        with case.changed_keys([(row, key)]):
+            noticed = (attend(case).out != before).flatten(1).any(1)[: case.batch.num_tokens]
+        want = torch.zeros_like(noticed)
+        for t in range(ROWS[row].q_len):
+            want[case.tokens(row).start + t] = sees(case.spec, ROWS[row], ROWS[row].kv_len - ROWS[row].q_len + t, key)
+        assert torch.equal(noticed, want), (row, key)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"sliding_window": 30, "softcap": 3.0}], ids=lambda c: "-".join(c) or "plain")
+def test_the_number_of_parts_changes_rounding_only(changes, attend, device, cpu):
+    case = make_case(PLAIN.replace(return_lse=True, **changes), (Row(1, 110), Row(2, 0), Row(20, 50)), device=device)
+    n = case.batch.num_tokens
+    answers = [attend(case, programs=programs) for programs in (1, 4, 64)]
+    for answer in answers:
+        expect_close(case, answer, oracle(cpu(case)))
+        assert distance(answer.out[:n], answers[0].out[:n]) < 2e-6
+    assert not torch.equal(answers[0].out[:n], answers[2].out[:n])  # it was cut
+
+
+def test_dirty_workspace_is_not_read(machine, device, attend, cpu):
+    case = make_case(PLAIN.replace(return_lse=True, sinks=True), (*ROWS, Row(1, 150)), device=device)
+    backend = TritonBackend(case.spec, machine, {"programs": 64})
+    backend.limits = Limits(8, 64, 160, 32)
+    workspace = torch.full((backend.workspace_bytes(backend.limits),), 0xFF, dtype=torch.uint8, device=device)  # NaN
+    state = backend.plan(case.batch, workspace, None)
+    assert any(work.num_merges for work in state.work.values())
+    assert state.work["decode"].slot_out.untyped_storage().data_ptr() == workspace.untyped_storage().data_ptr()
+    expect_close(case, attend(case, backend=backend, state=state), oracle(cpu(case)))
+
+
+@pytest.mark.parametrize("lengths", ["exact", "upper_bound"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sliding_window": 20}, {"mm_prefix": "override_window", "sliding_window": 3}], ids=lambda c: "-".join(c) or "plain"
+)
+def test_the_bits_of_a_row_depend_on_the_row_alone(changes, lengths, attend, device, machine, monkeypatch, cpu):
+    monkeypatch.setattr("attnmux.backends.triton_backend.INVARIANT_CUT_KEYS", 32)
+    spec = PLAIN.replace(dtype=torch.float16, batch_invariant=True, return_lse=True, **changes)
+    rows = (*ROWS[:4], Row(2, 100, ((20, 100),)), Row(1, 33), Row(12, 40))
+    together = make_case(spec, rows, device=device)
+    backend = TritonBackend(spec, machine, {"programs": 3})
+    backend.limits = Limits(16, 64, 200, 32)
+    answer = attend(together, backend=backend)
+    expect_close(together, answer, oracle(cpu(together)))
+    bounded = make_case(spec, rows, device=device, lengths=lengths)
+    for row in (0, 1, 3, 4, 5, 6):
+        single = attend(bounded.alone(row))
+        assert single.same_bits(answer, slice(0, rows[row].q_len), together.tokens(row)), rows[row]
+
+
+def test_a_plan_made_anew_equals_a_new_one(machine, device, attend, cpu):
+    spec = PLAIN.replace(return_lse=True, sliding_window=40)
+    backend = TritonBackend(spec, machine, {"programs": 8})
+    backend.limits = Limits(4, 64, 150, 40)  # 19 pages a row; the table has 20 columns
+    state = None
+    for rows in ((Row(1, 9), Row(20, 30), Row(0, 3)), (Row(1, 150), Row(33, 35), Row(4, 60)), (Row(0, 150), Row(17, 17), Row(16, 16))):
+        case = make_case(spec, rows, device=device)
+        held = {} if state is None else {name: work.items.data_ptr() for name, work in state.work.items()}
+        state = backend.plan(case.batch, None, state)
+        assert all(work.items.data_ptr() == held.get(name, work.items.data_ptr()) for name, work in state.work.items())
+        expect_close(case, attend(case, backend=backend, state=state), oracle(cpu(case)))
+
+
+def test_a_plan_without_limits_grows(machine, device, attend, cpu):
+    backend = TritonBackend(PLAIN, machine, {"programs": 64})
+    small, large = (make_case(PLAIN, (Row(1, keys),), device=device) for keys in (9, 150))
+    state = backend.plan(large.batch, None, backend.plan(small.batch, None, None))
+    expect_close(large, attend(large, backend=backend, state=state), oracle(cpu(large)))
+
+
+def test_views_with_gaps_are_read_and_written_in_place(machine, device, cpu):
+    case = make_case(PLAIN, ROWS, device=device)
+    n = case.q.shape[0]
+    wide_q = torch.full((n, 4, 2, 80), torch.nan, device=device)
+    wide_q[:, :, 1, 8:72] = case.q
+    wide_out = torch.full((4, n, 96), torch.nan, device=device)  # heads before tokens
+    out = wide_out.transpose(0, 1)[..., 16:80]
+    case = dataclasses.replace(case, q=wide_q[:, :, 1, 8:72])
+    backend = TritonBackend(PLAIN, machine, {"programs": 8})
+    backend.run(case.q, case.k_cache, case.v_cache, backend.plan(case.batch, None, None), out, None, case.layer_args)
+    expect_close(case, Answer(out.cpu(), None), oracle(cpu(case)))
+    assert bool(wide_out[..., :16].isnan().all()) and bool(wide_out[..., 80:].isnan().all())
+
+
+def test_rows_without_a_token_in_a_span_bring_no_spans(machine, device):
+    spec = PLAIN.replace(mm_prefix="override_window")
+    text = make_case(spec, (Row(1, 45, ((3, 9),)), Row(17, 40, ((3, 9), (50, 60)))), device=device)
+    backend = TritonBackend(spec, machine, {})
+    assert backend.plan(text.batch, None, None).rows.row_spans is None
+    image = make_case(spec, (Row(1, 45, ((3, 9),)), Row(17, 40, ((3, 9), (30, 40, 2)))), device=device)
+    rows = backend.plan(image.batch, None, None).rows
+    assert rows.groups
+    assert rows.row_spans.tolist() == [[3, 9, -1], [30, 40, 0]]
+    assert rows.row_span_start.tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mm_prefix": "override_window"},
+        {"page_size": None, "kv_dtype": torch.float8_e5m2, "kv_scale": "head"},
+        {"attn_type": "encoder_only"},
+        {"rswa_window": 4},
+    ],
+    ids=lambda c: "-".join(c) or "plain",
+)
+def test_warmup_launches_everything_the_limits_reach(changes, machine, monkeypatch):
+    from attnmux.kernels.triton import launch
+
+    seen: list[tuple[int, int, bool]] = []
+    inner = launch._attend
+
+    def spy(*args):
+        work, rows, merges = args[6], args[5], args[-1]
+        seen.append((work.config.block_m, int(rows.groups), rows.row_spans is not None, merges > 0))
+        inner(*args)
+
+    monkeypatch.setattr(launch, "_attend", spy)
+    backend = TritonBackend(PLAIN.replace(**changes), machine, {"programs": 64})
+    backend.warmup(Limits(4, 64, 200, 32))
+    assert {cut for *_, cut in seen} == {True}  # the merging kernel too
+    if "mm_prefix" in changes:
+        assert {(spans, groups) for _, groups, spans, _ in seen} == {(False, 0), (True, 0), (True, 1)}
