@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from attnmux._version import __version__
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from attnmux.dispatch.errors import AttnmuxError, ConfigError, UnknownDeviceError
 
     arguments = list(sys.argv[1:] if argv is None else argv)
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)  # torch says so where NumPy, which nothing here needs, is absent
     try:
         args = _parse(arguments)
         status: int = args.run(args)
