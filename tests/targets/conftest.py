@@ -22,7 +22,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs triton")
 
-from attnmux.backends.triton_backend import features_of  # noqa: E402
+from attnmux.backends._triton_step import features_of  # noqa: E402
 from attnmux.dispatch.device import Device  # noqa: E402
 from attnmux.dispatch.devices import resolve  # noqa: E402
 from attnmux.dispatch.registry import Registry  # noqa: E402

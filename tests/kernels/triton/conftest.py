@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnmux.backends.triton_backend import State, TritonBackend
+from attnmux.backends._triton_step import State
+from attnmux.backends.triton_backend import TritonBackend
 from attnmux.dispatch import host
 from attnmux.dispatch.device import Device
 from attnmux.testing import Case

@@ -60,7 +60,7 @@ GRID: dict[str, dict[str, dict[str, Any]]] = {
         str(q // kv): {"num_q_heads": q, "num_kv_heads": kv} for q, kv in ((6, 2), (3, 3), (7, 1), (8, 1), (16, 1), (71, 1))
     },
     "sizes": {
-        **{str(size): {"head_size": size} for size in (16, 40, 64, 72, 256, 512)},
+        **{str(size): {"head_size": size} for size in ((16, 40, 72, 256, 512) if INTERPRETED else (16, 40, 64, 72, 128, 256, 512))},
         "192-128": {"head_size": 192, "v_head_size": 128},
     },
     "dtype": {"fp16": {"dtype": torch.float16}, "fp32": {"dtype": torch.float32}} | ({} if INTERPRETED else {"bf16": {"dtype": torch.bfloat16}}),
