@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from attnmux.dispatch import host
+from attnmux.dispatch.device import Device
 from attnmux.dispatch.spec import AttentionSpec
 from attnmux.testing import Row, make_case
 from attnmux.testing.features import FEATURES
@@ -136,10 +138,14 @@ def test_the_grid_holds_every_pair():
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(filter(None, c.values())))
-def test_equals_the_oracle(choice: Choice, device: torch.device, attend: Callable[..., Any], cpu: Callable[..., Any]) -> None:
+def test_equals_the_oracle(choice: Choice, machine: Device, device: torch.device, attend: Callable[..., Any], cpu: Callable[..., Any]) -> None:
     found = spec_of(choice)
     assert found is not None
     spec, lengths = found
+    answer = host.answer(spec, machine, require="triton", lengths=lengths)
+    if not answer.complete and not INTERPRETED:  # a group of 71 heads of 512 elements: no tile of it fits, and selection says so
+        assert all(reason.field == "head_size" and "bytes" in reason.wanted for reason in answer.rejected["triton"]), answer.rejected["triton"]
+        return
     case = make_case(spec, rows_of(spec), device=device, seed=len(str(choice)), lengths=lengths)
     expect_close(case, attend(case, programs=8 if INTERPRETED else 64), oracle(cpu(case)))
 
