@@ -21,12 +21,12 @@ from attnmux.kernels.masks import Sight, Span
 
 FOLD_TOKENS = 16
 MASKED_TOKENS = 128
-SHORT_KEYS = 1024
+SHORT_KEYS = 512
 LONG_KEYS = 2048
 LONG_BYTES = 32 << 20
 """A tile of ``LONG_KEYS`` has fewer keys where they would need more scratch than this."""
 LEAST_KEYS = 128
-SCRATCH_BYTES_PER_THREAD = 8 << 20
+SCRATCH_BYTES_PER_THREAD = 6 << 20
 """Gathered keys of one call: they should still be in the cache when the kernel reads them."""
 PARTIAL_BYTES = 32 << 20
 """Partial results held before they are merged."""

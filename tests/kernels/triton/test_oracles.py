@@ -89,7 +89,9 @@ def test_a_changed_key_is_noticed_by_those_who_see_it(attend, device):
 
 @pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"sliding_window": 30, "softcap": 3.0}], ids=lambda c: "-".join(c) or "plain")
 def test_the_number_of_parts_changes_rounding_only(changes, attend, device, cpu):
-    case = make_case(PLAIN.replace(return_lse=True, **changes), (Row(1, 110), Row(2, 0), Row(20, 50)), device=device)
+    longer = 1 if INTERPRETED else 8  # a GPU's tiles are longer, and what fits two of them is not cut
+    changes = {name: value * longer if name == "sliding_window" else value for name, value in changes.items()}
+    case = make_case(PLAIN.replace(return_lse=True, **changes), (Row(1, 110 * longer), Row(2, 0), Row(20, 50 * longer)), device=device)
     n = case.batch.num_tokens
     answers = [attend(case, programs=programs) for programs in (1, 4, 64)]
     for answer in answers:
