@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attnmux.dispatch.spec import AttentionSpec, Limits
 from attnmux.testing import Row, make_case
 from attnmux.testing.measure import Answer, distance, expect_close, oracle
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLAIN = AttentionSpec(4, 2, 64, torch.float32, page_size=8)
 ROWS = (
     Row(1, 45, prefix_len=4),
