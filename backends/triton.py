@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnmux.backends._claims import HALF, LAYOUTS, every_mask
-from attnmux.dispatch.claims import BackendInfo
+from attnmux.dispatch.claims import BackendInfo, TestedOn
 from attnmux.dispatch.constraints import YES_OR_NO, AnyOf, OneOf, Range, SameAs
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
@@ -78,4 +78,5 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         implementation="attnmux.backends.triton_backend:TritonBackend",
         requires=(TRITON,),
         graphs=("prefill", "decode"),
+        tested_on=(TestedOn("cuda:sm90", "H200", "2026-11-30", "torch 2.11, Triton 3.6"),),
     )

@@ -43,7 +43,8 @@ def quantize(values: Tensor, spec: AttentionSpec, scale: Tensor | float | None) 
         return values.to(spec.kv_dtype)
     scaled = values.float()
     if scale is not None:
-        per_head = isinstance(scale, Tensor) and scale.dim() == 1
-        scaled = scaled / (scale[:, None] if per_head else scale)  # type: ignore[index]
+        # a tensor on the device even for a number: by a host scalar torch multiplies with the reciprocal there, which tips ties
+        divisor = scale if isinstance(scale, Tensor) else torch.full((), scale, device=scaled.device)
+        scaled = scaled / (divisor[:, None] if divisor.dim() == 1 else divisor)
     largest = torch.finfo(spec.kv_dtype).max
     return scaled.clamp(-largest, largest).to(spec.kv_dtype)
