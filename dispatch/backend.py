@@ -70,7 +70,8 @@ class Backend(ABC):
 
         Args:
             batch: the rows of this backend; all tokens ``[0, batch.num_tokens)``.
-            workspace: uint8, at least as large as asked for, or ``None`` when nothing was.
+            workspace: uint8, at least as large as asked for, or ``None`` when nothing was. Scratch for one :meth:`run`
+                at a time: live plans and the parts of one plan share it, so nothing is to be kept there between calls.
             previous: an earlier state to refresh in place (CUDA graphs), or ``None``.
 
         Returns:
