@@ -65,7 +65,7 @@ CLAIMS = (
     # Turing multiplies matrices in fp16 only; bf16 compiles to scalar arithmetic there, in ten seconds and more a kernel
     replace(FULL, device=DeviceSet("cuda:sm75..sm79"), dtype=OneOf(torch.float16)),
     # the interpreter's bf16 arithmetic is wrong in Triton 3.6 to 3.9
-    replace(FULL, device=DeviceSet("cpu"), dtype=OneOf(torch.float16, torch.float32), requires=(Setting("TRITON_INTERPRET", "1"),)),
+    replace(FULL, device=DeviceSet("cpu"), dtype=OneOf(torch.float16, torch.float32), requires=(Setting("TRITON_INTERPRET", "1"), Package("numpy"))),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,8 +59,11 @@ class Attention:
         deny: Names | None = None,
         order: Sequence[str | Order] | str | None = None,
     ) -> None:
+        if limits is not None and not isinstance(limits, Limits):
+            raise TypeError(complaint("limits", type(limits).__name__, "attnmux.Limits or None"))
         self.spec = spec
         self.limits = limits
+        self.lock = threading.Lock()  # plans share scratch: threads that run layers of one Attention take turns
         self.selection = host.select(spec, device, prefer=prefer, require=require, deny=deny, order=order)
         self._bounded = host.answer(spec, device, prefer=prefer, require=require, deny=deny, order=order, lengths="upper_bound")
         found = self.selection.device

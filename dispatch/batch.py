@@ -68,6 +68,10 @@ class Batch:
                 self._seq_lens = [int(n) for n in self.seq_lens.tolist()]
         return self._seq_lens
 
+    def forget(self) -> None:
+        """Drop what was copied to the host: the tensors may have been filled anew since."""
+        self._query_lens = self._seq_lens = None
+
     @property
     def num_tokens(self) -> int:
         """Query tokens of all rows; tokens of ``q`` beyond them are padding."""

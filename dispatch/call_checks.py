@@ -59,8 +59,6 @@ def check_run(
     check_last_stride("q", q)
     if q.shape[0] < num_tokens:
         raise ValueError(complaint("q", f"{q.shape[0]} tokens long", f"at least the plan's {num_tokens}"))
-    if torch.is_grad_enabled() and q.requires_grad:
-        raise ValueError("q requires a gradient, and attnmux computes none: call under torch.no_grad() or torch.inference_mode()")
     expect_tensor("out", out, (q.shape[0], spec.num_q_heads, spec.v_head_size), (spec.dtype,), device)
     check_last_stride("out", out)
     if lse is not None:

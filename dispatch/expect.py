@@ -21,6 +21,8 @@ def expect_tensor(name: str, value: object, shape: tuple[int | str, ...], dtypes
         raise TypeError(complaint(f"{name}'s dtype", DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch.")), wanted))
     if value.device != device:
         raise ValueError(complaint(f"{name}'s device", value.device, str(device)))
+    if torch.is_grad_enabled() and value.requires_grad:
+        raise ValueError(f"{name} requires a gradient, and attnmux computes none: call under torch.no_grad() or torch.inference_mode()")
     return value
 
 

@@ -174,7 +174,7 @@ def _answer(spec: AttentionSpec, device: str | torch.device | Device | None, len
     catalog, here = registry().catalog, host()
     steered = combine(sources, catalog)
     selection = decide(spec, resolve(device, catalog, here.devices), lengths, catalog, here.toolchain, steered)
-    for decision in selection.classes.values():
+    for decision in selection.classes.values() if lengths == "exact" else ():  # the other is asked beside it, and says the same
         for note in decision.notes:
             _log.warning(note)
     return selection

@@ -31,6 +31,10 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
         raise TypeError(complaint("lses", lses.dtype, "torch.float32"))
     if outs.dim() != 4 or lses.shape != outs.shape[:3]:
         raise ValueError(complaint("lses", tuple(lses.shape), f"outs' leading three dimensions, of {tuple(outs.shape)}"))
+    if outs.shape[0] == 0 or not outs.is_floating_point():
+        raise ValueError(complaint("outs", f"{outs.shape[0]} states of {outs.dtype}", "at least one, of a float dtype"))
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise TypeError(complaint("sinks", type(sinks).__name__, "a tensor [Hq]"))
     if sinks is not None and sinks.shape != outs.shape[2:3]:
         raise ValueError(complaint("sinks", tuple(sinks.shape), f"[Hq] = {tuple(outs.shape[2:3])}"))
     top = lses.amax(0) if sinks is None else torch.maximum(lses.amax(0), sinks.float())
@@ -48,5 +52,7 @@ def _stack(name: str, value: object) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(v, Tensor) for v in value):
+        if len({v.shape for v in value}) > 1:
+            raise ValueError(complaint(name, ", ".join(str(tuple(v.shape)) for v in value), "tensors of one shape"))
         return torch.stack(list(value))
     raise TypeError(complaint(name, type(value).__name__, "a tensor or a non-empty sequence of tensors"))

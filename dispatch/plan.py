@@ -96,11 +96,14 @@ class Plan:
         """Check one layer's tensors, then run every part. Called by the operator."""
         attn = self.attention
         check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
-        for part in self._parts if only is None else self._parts_of(only):
-            part.run(q, k_cache, v_cache, out, lse, layer)
+        with attn.lock:
+            for part in self._parts if only is None else self._parts_of(only):
+                part.run(q, k_cache, v_cache, out, lse, layer)
 
     def _prepare(self, batch: Batch) -> None:
         attn = self.attention
+        if isinstance(batch, Batch):  # check_batch says what else it is
+            batch.forget()
         check_batch(attn.spec, batch, attn.torch_device, attn.limits, attn.synchronise)
         classes = tuple(classify(attn.spec, batch))
         selection = attn.selection_for(batch.lengths)

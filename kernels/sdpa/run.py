@@ -107,7 +107,9 @@ def _attend(step: Step, work: Work, q: Tensor, keys: Tensor, values: Tensor, slo
         size = max(shape.head_size, shape.v_head_size)
         query, key, value = (F.pad(t, (0, size - t.shape[-1])) for t in (query, key, value))
     bias = work.mask if work.distance is None else _alibi(work, slopes, shape.num_kv_heads)
-    out, lse = _flash(query, key, value, 0.0, work.square, attn_mask=bias, scale=step.scale)
+    if step.scale < 0:  # the kernel masks a square before it scales: -inf times a negative number would be what is seen
+        query = -query
+    out, lse = _flash(query, key, value, 0.0, work.square, attn_mask=bias, scale=abs(step.scale))
     if shape.v_head_size < shape.head_size:
         out = out[..., : shape.v_head_size]
     if not work.folded:

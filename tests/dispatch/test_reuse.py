@@ -1,0 +1,95 @@
+"""What engines do over and over with the same objects: batches filled anew, threads that share an Attention, gradients left on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from attnmux import Attention, AttentionSpec, Batch, Limits, merge_states, reference_attention
+
+SPEC = AttentionSpec(2, 2, 8, torch.float32)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_a_batch_filled_anew_is_read_anew() -> None:
+    attn, k, q = Attention(SPEC, "cpu"), torch.randn(1, 16, 2, 8), torch.randn(1, 2, 8)
+    batch = Batch(ints(0, 1), ints(6), block_table=ints(0)[None])
+    before = attn.run(q, k, k, attn.plan(batch))
+    batch.seq_lens.fill_(4)
+    after = attn.run(q, k, k, attn.plan(batch))
+    fresh = attn.run(q, k, k, attn.plan(Batch(ints(0, 1), ints(4), block_table=ints(0)[None])))
+    assert torch.equal(after, fresh)
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("q_len", [1, 17, 40])
+def test_a_negative_scale(q_len: int) -> None:
+    spec = SPEC.replace(scale=-0.3, page_size=64, return_lse=True)
+    k, v, q = torch.randn(1, 64, 2, 8), torch.randn(1, 64, 2, 8), torch.randn(q_len, 2, 8)
+    batch = Batch(ints(0, q_len), ints(40), block_table=ints(0)[None])
+    attn = Attention(spec, "cpu", require="sdpa")
+    out, lse = attn.run(q, k, v, attn.plan(batch))
+    want, want_lse = reference_attention(q, k, v, spec, batch, compute_dtype=torch.float64)
+    assert torch.allclose(out.double(), want, atol=1e-5)
+    assert torch.allclose(lse.double(), want_lse, atol=1e-5)
+    assert not torch.allclose(out.double(), reference_attention(q, k, v, spec.replace(scale=0.3), batch, compute_dtype=torch.float64)[0], atol=1e-3)
+
+
+def test_threads_that_share_an_attention_take_turns() -> None:
+    spec = AttentionSpec(8, 8, 64, torch.float32)
+    attn, pool = Attention(spec, "cpu", require="sdpa"), torch.randn(80, 16, 8, 64)
+    table = torch.randperm(80).view(4, 20).int()
+    plans = [attn.plan(Batch(ints(0, 1, 2), ints(250, 260), block_table=table[2 * i : 2 * i + 2].contiguous())) for i in range(2)]
+    queries = [torch.randn(2, 8, 64) for _ in plans]
+    alone = [attn.run(q, pool, pool, plan) for q, plan in zip(queries, plans, strict=True)]
+    wrong: list[int] = []
+
+    def serve(i: int) -> None:
+        wrong.extend(i for _ in range(40) if not torch.allclose(attn.run(queries[i], pool, pool, plans[i]), alone[i], atol=1e-5))
+
+    threads = [threading.Thread(target=serve, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_an_empty_row_may_have_any_upper_bound() -> None:
+    batch = Batch(ints(0, 5), ints(0), block_table=ints(0)[None], seq_lens_cpu=[3], lengths="upper_bound")
+    attn = Attention(SPEC, "cpu")
+    assert torch.equal(attn.run(torch.randn(5, 2, 8), torch.randn(1, 16, 2, 8), torch.randn(1, 16, 2, 8), attn.plan(batch)), torch.zeros(5, 2, 8))
+
+
+def test_gradients_do_not_leak_into_the_cache() -> None:
+    attn, cache = Attention(SPEC, "cpu"), torch.zeros(1, 16, 2, 8)
+    new = torch.randn(1, 2, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="k requires a gradient"):
+        attn.write_kv(new, new, cache, cache.clone(), torch.tensor([0]))
+    assert not cache.requires_grad
+    with torch.no_grad():
+        attn.write_kv(new, new, cache, cache.clone(), torch.tensor([0]))
+    assert torch.equal(cache[0, 0], new[0])
+
+
+def test_limits_of_another_type_are_refused() -> None:
+    with pytest.raises(TypeError, match="limits is dict, wanted"):
+        Attention(SPEC, "cpu", limits={"max_num_seqs": 1})  # type: ignore[arg-type]
+    assert Attention(SPEC, "cpu", limits=Limits(1, 1, 16, 1)).workspace_bytes() >= 0
+
+
+def test_merge_states_says_what_is_wrong() -> None:
+    outs, lses = torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4)
+    with pytest.raises(TypeError, match="sinks is list"):
+        merge_states(outs, lses, [0.0] * 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tensors of one shape"):
+        merge_states([outs[0], outs[0, :2]], lses)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="0 states"):
+        merge_states(outs[:0], lses[:0])
+    with pytest.raises(ValueError, match="float dtype"):
+        merge_states(outs.int(), lses)
