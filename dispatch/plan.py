@@ -102,8 +102,6 @@ class Plan:
 
     def _prepare(self, batch: Batch) -> None:
         attn = self.attention
-        if isinstance(batch, Batch):  # check_batch says what else it is
-            batch.forget()
         check_batch(attn.spec, batch, attn.torch_device, attn.limits, attn.synchronise)
         classes = tuple(classify(attn.spec, batch))
         selection = attn.selection_for(batch.lengths)

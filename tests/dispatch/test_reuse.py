@@ -27,6 +27,16 @@ def test_a_batch_filled_anew_is_read_anew() -> None:
     assert not torch.equal(after, before)
 
 
+def test_the_oracle_reads_a_batch_anew_too() -> None:
+    k, q = torch.randn(1, 16, 2, 8), torch.randn(1, 2, 8)
+    batch = Batch(ints(0, 1), ints(6), block_table=ints(0)[None])
+    before = reference_attention(q, k, k, SPEC, batch)[0]
+    batch.seq_lens.fill_(4)
+    after = reference_attention(q, k, k, SPEC, batch)[0]
+    assert torch.equal(after, reference_attention(q, k, k, SPEC, Batch(ints(0, 1), ints(4), block_table=ints(0)[None]))[0])
+    assert not torch.equal(after, before)
+
+
 @pytest.mark.parametrize("q_len", [1, 17, 40])
 def test_a_negative_scale(q_len: int) -> None:
     spec = SPEC.replace(scale=-0.3, page_size=64, return_lse=True)
