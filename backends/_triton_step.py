@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -60,6 +60,8 @@ def features_of(spec: AttentionSpec, device: Device) -> launch.Features:
         softcap=spec.softcap or 0.0,
         scale_by_head=spec.kv_scale == "head",
         fp8_native=native,
+        descriptors="tma" in device.features,
+        dependents="tma" in device.features,  # both came with Hopper
     )
 
 
@@ -78,14 +80,31 @@ def span_tables(spec: AttentionSpec, batch: Batch) -> tuple[list[int], list[list
     return starts, flat, grouped
 
 
-def items_table(rows: Sequence[tuple[int, ...]], held: int, width: int, before: Tensor | None, device: torch.device) -> Tensor:
-    """Rows as int32 ``[held, width]``, the rest marked empty; into ``before`` where a graph may hold that."""
-    host = torch.full((held, width), -1, dtype=torch.int32)
-    if rows:
-        host[: len(rows)] = torch.tensor(rows, dtype=torch.int32)
-    if device.type != "cpu":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True) if before is None else before.copy_(host, non_blocking=True)
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How large the tables of a launch are, and how many items of one KV head the device holds at once."""
+
+    units: int
+    items: int
+    merges: int
+    slots: int
+    at_once: int
+    cut_tiles: int
+
+    def tables(self, seqs: int, device: torch.device) -> dict[str, Tensor]:
+        """The tables that ``plan_step`` writes, uninitialised."""
+        shapes = {"first": (seqs,), "tiles": (self.units,), "cuts": (self.units, 2), "items": (self.items, launch.ITEM.value), "merges": (self.merges,)}
+        return {name: torch.empty(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
+
+
+def room_for(units: int, tiles: int, programs: int, kv_heads: int, cut_tiles: int) -> Room:
+    """Room for at most so many Q blocks, of at most so many tiles each."""
+    at_once = max(1, programs // kv_heads)
+    if not cut_tiles:  # no more items than what fits at once besides the units; a part is at least half as long as an even share
+        slots = 2 * at_once if at_once > 1 else 0
+        return Room(units, units + at_once, at_once, slots, at_once, 0)
+    parts = max(1, -(-tiles // cut_tiles))
+    return Room(units, units * parts, units, units * parts if parts > 1 else 0, at_once, cut_tiles)
 
 
 def multiprocessors(device: torch.device) -> int:

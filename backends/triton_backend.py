@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnmux.backends._triton_step import State, features_of, items_table, multiprocessors, span_tables
+from attnmux.backends._triton_step import Room, State, features_of, multiprocessors, room_for, span_tables
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.device import Device
@@ -17,21 +17,23 @@ from attnmux.dispatch.errors import complaint
 from attnmux.dispatch.spec import MAX_DECODE_TOKENS, AttentionSpec, Limits
 from attnmux.kernels.triton import launch
 from attnmux.kernels.triton.config import LaunchConfig, Target, launch_config
-from attnmux.kernels.triton.schedule import Reach, capacity, schedule
 
 INVARIANT_CUT_KEYS = 2048
 """Keys a part has in decode under ``batch_invariant``."""
+WHOLE = 1 << 30
+"""More tiles than a row has."""
 
 
 class TritonBackend(Backend):
-    """Options: ``programs``, how many programs a launch is cut into (default: four for each multiprocessor)."""
+    """Options: ``programs``, how many programs a launch is cut into (default: by kind of row, a few for each multiprocessor)."""
 
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
         super().__init__(spec, device, options)
         self._torch_device = torch.device(device.torch_device)
-        self._programs = int(options.get("programs", 4 * multiprocessors(self._torch_device)))
-        if self._programs < 1:
+        self._programs = None if options.get("programs") is None else int(options["programs"])
+        if self._programs is not None and self._programs < 1:
             raise ValueError(complaint("programs in the options of triton", self._programs, "1 or more"))
+        self._multiprocessors = multiprocessors(self._torch_device)
         self._target = Target(device.type, device.arch, device.shared_memory)
         self._features = features_of(spec, device)
         self._scales: dict[float, Tensor] = {}
@@ -39,7 +41,7 @@ class TritonBackend(Backend):
 
     def workspace_bytes(self, limits: Limits) -> int:
         shapes = self._reachable(limits)
-        return max(4 * self._slot_floats(self._capacity(kind, config, limits)[1], config) for kind, config in shapes)
+        return max(4 * self._slot_floats(self._room_within(kind, config, limits).slots, config) for kind, config in shapes)
 
     def warmup(self, limits: Limits) -> None:
         """Compile what the limits can reach: each tile shape, with each form of spans, cut and not."""
@@ -56,16 +58,17 @@ class TritonBackend(Backend):
             if earlier.used is not None:
                 stream.wait_event(earlier.used)
         self._owner = self._owner or stream
-        kinds: dict[str, list[int]] = {"prefill": [], "decode": []}
-        for row, length in enumerate(batch.query_lens):
+        longest: dict[str, int] = {}
+        for length in batch.query_lens:
             if length:
-                kinds[self._kind(length)].append(row)
-        work = {}
-        for kind, members in kinds.items():
+                longest[self._kind(length)] = max(length, longest.get(self._kind(length), 0))
+        rows, work = self._rows(batch, earlier), {}
+        for kind in ("prefill", "decode"):
             before = earlier.work.get(kind) if earlier else None
-            if members or before:
-                work[kind] = self._work(kind, members, batch, workspace if stream == self._owner else None, before)
-        return State(self._rows(batch, earlier), work, stream, None if stream is None else stream.record_event())
+            if kind in longest or before:
+                work[kind] = before or self._work(kind, longest[kind], batch, workspace if stream == self._owner else None)
+                launch.plan(rows, work[kind], self._features, self.spec.group)
+        return State(rows, work, stream, None if stream is None else stream.record_event())
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: State, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
         inputs = launch.Layer(layer.sinks, layer.alibi_slopes, self._scale(layer.q_scale), self._scale(layer.k_scale), self._scale(layer.v_scale))
@@ -130,34 +133,18 @@ class TritonBackend(Backend):
         new_k, new_v = (torch.zeros((1, spec.num_kv_heads, size), dtype=spec.dtype, device=device) for size in (spec.head_size, spec.v_head_size))
         self.write_kv(new_k, new_v, k, v, torch.full((1,), -1, dtype=torch.int64, device=device), layer)
 
-    def _work(self, kind: str, members: list[int], batch: Batch, workspace: Tensor | None, before: launch.Work | None) -> launch.Work:
-        spec = self.spec
-        config = before.config if before else self._config(kind, max(batch.query_lens[r] for r in members))
-        programs, cut = self._cut(kind, config)
-        plan = schedule(
-            members,
-            batch.query_lens,
-            batch.key_lens,
-            self._reach(batch),
-            block_q=config.block_m // spec.group,
-            block_n=config.block_n,
-            kv_heads=spec.num_kv_heads,
-            programs=programs,
-            cut_tiles=cut,
-        )
-        items_held, slots_held = (len(plan.items), plan.slots) if self.limits is None else self._capacity(kind, config, self.limits)
-        items = items_table(plan.items, items_held, 5, before.items if before else None, self._torch_device)
-        merges = items_table(plan.merges, slots_held, 4, before.merges if before else None, self._torch_device)
-        slot_out, slot_lse = self._slots(slots_held, config, workspace)
-        return launch.Work(items, merges, len(plan.items), len(plan.merges), slot_out, slot_lse, config, cut)
-
-    def _reach(self, batch: Batch) -> Reach:
-        """How far tokens see, spans aside: what those add falls to the last part."""
-        spec = self.spec
-        lefts = [spec.sliding_window, spec.rswa_window, None if spec.chunk is None else spec.chunk[0] * (spec.chunk[1] + 1)]
-        right = 0 if spec.causal is True else None if spec.sliding_window is None else self._features.window_right
-        prefix = 0 if batch.prefix_lens is None else 1 << 30  # on the device only: an estimate
-        return Reach(min((n for n in lefts if n is not None), default=None), right, prefix)
+    def _work(self, kind: str, longest: int, batch: Batch, workspace: Tensor | None) -> launch.Work:
+        config = self._config(kind, longest)
+        if self.limits is None:
+            block_q = config.block_m // self.spec.group
+            blocks = sum(-(-n // block_q) for n in batch.query_lens if n and self._kind(n) == kind)
+            room = self._room(kind, config, blocks, max(batch.key_lens) if self.spec.batch_invariant else 0)
+        else:
+            room = self._room_within(kind, config, self.limits)
+        lens = (1 if self.spec.attn_type == "encoder_only" or kind == "decode" else MAX_DECODE_TOKENS + 1, MAX_DECODE_TOKENS if kind == "decode" else 2**31 - 1)
+        tables = room.tables(self.limits.max_num_seqs if self.limits else batch.num_seqs, self._torch_device)
+        slot_out, slot_lse = self._slots(room.slots, config, workspace)
+        return launch.Work(lens, slot_out=slot_out, slot_lse=slot_lse, config=config, room=room.at_once, cut_tiles=room.cut_tiles, **tables)
 
     def _config(self, kind: str, max_query_len: int) -> LaunchConfig:
         spec = self.spec
@@ -169,17 +156,19 @@ class TritonBackend(Backend):
             raise ValueError(complaint("head_size", spec.head_size, f"a tile that fits {self._target.shared_memory} bytes of shared memory"))
         return found
 
-    def _cut(self, kind: str, config: LaunchConfig) -> tuple[int, int]:
-        """``(programs, cut_tiles)`` as ``schedule`` takes them."""
-        if not self.spec.batch_invariant:
-            return self._programs, 0
-        return (1, max(1, INVARIANT_CUT_KEYS // config.block_n)) if kind == "decode" else (1, 0)
+    def _room(self, kind: str, config: LaunchConfig, blocks: int, longest: int) -> Room:
+        """Room for so many Q blocks that see at most so many keys."""
+        programs = self._programs or config.programs * self._multiprocessors
+        cut = 0
+        if self.spec.batch_invariant:
+            cut = max(1, INVARIANT_CUT_KEYS // config.block_n) if kind == "decode" else WHOLE
+        return room_for(blocks, -(-longest // config.block_n), programs, self.spec.num_kv_heads, cut)
 
-    def _capacity(self, kind: str, config: LaunchConfig, limits: Limits) -> tuple[int, int]:
+    def _room_within(self, kind: str, config: LaunchConfig, limits: Limits) -> Room:
         block_q = config.block_m // self.spec.group
         longest = min(limits.max_query_len, MAX_DECODE_TOKENS) if kind == "decode" else limits.max_query_len
         blocks = min(limits.max_num_seqs * -(-longest // block_q), limits.max_num_seqs + limits.max_num_tokens // block_q)
-        return capacity(blocks, -(-limits.max_seq_len // config.block_n), self.spec.num_kv_heads, *self._cut(kind, config))
+        return self._room(kind, config, blocks, limits.max_seq_len)
 
     def _slot_floats(self, slots: int, config: LaunchConfig) -> int:
         return slots * self.spec.num_kv_heads * config.block_m * (self.spec.v_head_size + 1)
@@ -214,6 +203,7 @@ class TritonBackend(Backend):
         columns = -(-limits.max_seq_len // (self.spec.page_size or 1)) if limits else 0
         starts, row_spans, groups = span_tables(self.spec, batch)
         return launch.Rows(
+            seqs=batch.num_seqs,
             query_start_loc=own(batch.query_start_loc, "query_start_loc", seqs + 1),
             seq_lens=own(batch.seq_lens, "seq_lens", seqs),
             table=own(table, "table", *((seqs, columns) if table.dim() == 2 else (seqs + 1,))),

@@ -4,45 +4,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from attnmux.kernels.triton.intervals import NEVER, group_bounds, own_spans, part_of, tile_bounds, tile_mask, token_intervals
+from attnmux.kernels.triton.intervals import own_spans, tile_mask, token_intervals
+from attnmux.kernels.triton.plan import ITEM
+from attnmux.kernels.triton.tiles import load_tile, tile_of, tile_pages
 from attnmux.kernels.triton.values import LN2, LOG2E, alibi_bias, decode_fp8, merge_sink, soft_cap, softmax_step
 
 UNALIGNED = ["lse_ptr", "query_start_ptr", "seq_lens_ptr", "table_ptr", "prefix_lens_ptr", "causal_ptr", "sinks_ptr", "slopes_ptr"]
 """Views by the caller of any alignment, read element by element: nothing is to be compiled anew for them while serving."""
-
-
-@triton.jit
-def _load_tile(
-    base_ptr,  # of this KV head
-    page,  # [N] or scalar: page of each key (packed: the row's first key)
-    offset,  # [N]: place in the page (packed: in the row)
-    stride_page,
-    stride_key,
-    seen,  # [N] bool: keys that may be read
-    column,  # [D]
-    SIZE: tl.constexpr,  # head size
-    BLOCK: tl.constexpr,
-    FP8: tl.constexpr,  # the cache's format, as for decode_fp8; 0: not fp8
-    FP8_NATIVE: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """``[N, BLOCK]`` keys or values in the compute dtype; what may not be read comes as 0."""
-    row = page.to(tl.int64) * stride_page + offset.to(tl.int64) * stride_key  # [N]
-    pointers = base_ptr + row[:, None] + column[None, :]
-    if SIZE == BLOCK:
-        raw = tl.load(pointers, mask=seen[:, None], other=0)
-    else:
-        raw = tl.load(pointers, mask=seen[:, None] & (column[None, :] < SIZE), other=0)
-    if FP8 == 0:
-        values = raw
-    elif not FP8_NATIVE:
-        values = decode_fp8(raw, FP8).to(DTYPE)
-    elif FP8 == 3:
-        values = raw.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    else:
-        values = raw.to(tl.float8e5, bitcast=True).to(DTYPE)
-    return values
 
 
 @triton.jit
@@ -51,7 +21,7 @@ def _attend(
     acc,  # [M, DV] fp32
     top,  # [M] fp32
     total,  # [M] fp32
-    begin,  # tiles of this item, in reading order
+    begin,  # tiles to read, in reading order
     end,
     head_tiles,
     start_tile,
@@ -69,15 +39,19 @@ def _attend(
     num_spans,
     k_ptr,
     v_ptr,
+    k_descriptor,
+    v_descriptor,
     row_table_ptr,  # block table of the row
     first_key,  # packed keys: the row's first
+    kv_head,
     stride_k_page,
     stride_k_key,
     stride_v_page,
     stride_v_key,
-    score_scale,
+    scale,  # of scores, base 2 unless SOFTCAP; positive with FOLD
     softcap,
     MASKED: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
@@ -86,6 +60,7 @@ def _attend(
     RSWA: tl.constexpr,
     ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    FOLD: tl.constexpr,
     FP8: tl.constexpr,
     FP8_NATIVE: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -94,39 +69,49 @@ def _attend(
     BLOCK_DV: tl.constexpr,
 ):
     """The online softmax over tiles ``[begin, end)``. Without ``MASKED`` every token sees every key of them."""
+    page = tile_pages(
+        row_table_ptr, tile_of(begin, head_tiles, start_tile), begin < end, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, BLOCK_N
+    )  # fmt: skip
     for i in range(begin, end):
-        tile = tl.where(i < head_tiles, i, start_tile + i - head_tiles)
+        tile = tile_of(i, head_tiles, start_tile)
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+        seen = key >= 0
+        mask = seen
         if MASKED:
             mask = tile_mask(key, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, SPANS, GROUPS, RSWA)  # [M, N]
             if GROUPS:  # groups leave gaps between the bounds
                 seen = tl.max(mask.to(tl.int32), axis=0) > 0
             else:
                 seen = ((key >= lo_min) & (key < hi_max)) | (key < prefix_max)
+        if PREFETCH:  # a load that waits for another one in the same round would halve the pipeline
+            next_page = tile_pages(
+                row_table_ptr, tile_of(i + 1, head_tiles, start_tile), i + 1 < end, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, BLOCK_N
+            )  # fmt: skip
         else:
-            seen = key >= 0
-        if PAGE_SIZE == 0:
-            page = first_key
-            offset = key
-        elif PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(row_table_ptr + tile * BLOCK_N // PAGE_SIZE)
-            offset = key % PAGE_SIZE
-        else:
-            page = tl.load(row_table_ptr + key // PAGE_SIZE, mask=seen, other=0)
-            offset = key % PAGE_SIZE
-        column = tl.arange(0, BLOCK_D)
-        k = _load_tile(k_ptr, page, offset, stride_k_page, stride_k_key, seen, column, HEAD_SIZE, BLOCK_D, FP8, FP8_NATIVE, DTYPE)  # [N, D]
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * score_scale  # [M, N]
+            page = tile_pages(row_table_ptr, tile, i < end, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, BLOCK_N)
+        k = load_tile(
+            k_ptr, k_descriptor, page, tile, first_key, kv_head, stride_k_page, stride_k_key, seen,
+            PAGE_SIZE, HEAD_SIZE, BLOCK_N, BLOCK_D, MASKED, False, FP8, FP8_NATIVE, DTYPE,
+        )  # fmt: skip  # [N, D]
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+        factor = scale
+        if not FOLD:
+            score = score * scale
+            factor = 1.0
         if SOFTCAP:
             score = soft_cap(score, softcap, q.dtype == tl.float32) * LOG2E
         if ALIBI > 0:
             score += alibi_bias(slope, pos, key, ALIBI == 2)
         if MASKED:
             score = tl.where(mask, score, float("-inf"))
-        weights, top, total, correction = softmax_step(score, top, total)
-        column = tl.arange(0, BLOCK_DV)
-        v = _load_tile(v_ptr, page, offset, stride_v_page, stride_v_key, seen, column, V_HEAD_SIZE, BLOCK_DV, FP8, FP8_NATIVE, DTYPE)  # [N, DV]
+        weights, top, total, correction = softmax_step(score, factor, top, total)
+        v = load_tile(
+            v_ptr, v_descriptor, page, tile, first_key, kv_head, stride_v_page, stride_v_key, seen,
+            PAGE_SIZE, V_HEAD_SIZE, BLOCK_N, BLOCK_DV, MASKED, True, FP8, FP8_NATIVE, DTYPE,
+        )  # fmt: skip  # [N, DV]
         acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        if PREFETCH:
+            page = next_page
     return acc, top, total
 
 
@@ -135,13 +120,13 @@ def paged_attention(
     q_ptr,  # [tokens, Hq, D]; fp8 as uint8
     k_ptr,  # pages, or packed keys; fp8 as uint8
     v_ptr,
+    k_descriptor,  # of the pages as [pages, Hkv, page, D], or None: read through pointers
+    v_descriptor,
     out_ptr,  # [tokens, Hq, DV]
     lse_ptr,  # [tokens, Hq] fp32 or None
     slot_out_ptr,  # fp32 [slots, Hkv, M, V_HEAD_SIZE]
     slot_lse_ptr,  # fp32 [slots, Hkv, M], base 2
-    items_ptr,  # int32 [items, 5]: row (-1: none), Q block, part, parts, slot
-    query_start_ptr,  # int32 [seqs + 1]
-    seq_lens_ptr,  # int32 [seqs]
+    items_ptr,  # as plan_step writes them
     table_ptr,  # int32 block table [seqs, columns], or kv_start_loc when packed
     prefix_lens_ptr,  # int32 [seqs] or None
     causal_ptr,  # bool as uint8 [seqs] or None
@@ -180,40 +165,73 @@ def paged_attention(
     RSWA: tl.constexpr,
     ALIBI: tl.constexpr,  # 1: linear, 2: sqrt
     SOFTCAP: tl.constexpr,
+    FOLD: tl.constexpr,  # the scale is positive and nothing comes between it and the softmax
     SCALE_BY_HEAD: tl.constexpr,
     FP8: tl.constexpr,  # the cache's format, as for decode_fp8; 0: not fp8
     FP8_NATIVE: tl.constexpr,  # the target converts that format itself
     Q_FP8: tl.constexpr,  # the queries' format
     DTYPE: tl.constexpr,
-    CUT_TILES: tl.constexpr,
     STAGED: tl.constexpr,  # also a loop without masks, for the tiles that every token sees whole
+    PREFETCH: tl.constexpr,  # page ids one tile ahead
+    DEPENDENTS: tl.constexpr,  # combine may start early; it waits where it must
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """One work item of one KV head. The grid is ``items * KV_HEADS``, heads fastest, so that heads of a page run together."""
-    item_ptr = items_ptr + (tl.program_id(0) // KV_HEADS) * 5
+    """One item of one KV head. The grid is ``items * KV_HEADS``, heads fastest, so that heads of a page run together."""
+    item_ptr = items_ptr + (tl.program_id(0) // KV_HEADS).to(tl.int64) * ITEM
     kv_head = tl.program_id(0) % KV_HEADS
+    if DEPENDENTS:
+        gdc_launch_dependents()
     row = tl.load(item_ptr)
     if row < 0:
         return
     q_block = tl.load(item_ptr + 1)
-    part = tl.load(item_ptr + 2)
-    parts = tl.load(item_ptr + 3)
-    slot = tl.load(item_ptr + 4)
+    begin = tl.load(item_ptr + 2)
+    end = tl.load(item_ptr + 3)
+    head_tiles = tl.load(item_ptr + 4)
+    start_tile = tl.load(item_ptr + 5)
+    full_begin = tl.load(item_ptr + 6)
+    full_end = tl.load(item_ptr + 7)
+    prefix_max = tl.load(item_ptr + 8)
+    lo_min = tl.load(item_ptr + 9)
+    hi_max = tl.load(item_ptr + 10)
+    first_token = tl.load(item_ptr + 11)
+    q_len = tl.load(item_ptr + 12)
+    kv_len = tl.load(item_ptr + 13)
+    slot = tl.load(item_ptr + 14)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
 
+    score_scale = scale
+    if q_scale_ptr is not None:
+        score_scale = score_scale * tl.load(q_scale_ptr)
+    if k_scale_ptr is not None:
+        score_scale = score_scale * tl.load(k_scale_ptr + kv_head * SCALE_BY_HEAD)
+    if not SOFTCAP:
+        score_scale = score_scale * LOG2E
+    out_scale = 1.0
+    if v_scale_ptr is not None:
+        out_scale = tl.load(v_scale_ptr + kv_head * SCALE_BY_HEAD)
+    k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
+    v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
+
     # The Q block: row m is query head m % GROUP of token m // GROUP.
-    first_token = tl.load(query_start_ptr + row)
-    q_len = tl.load(query_start_ptr + row + 1) - first_token
-    kv_len = tl.load(seq_lens_ptr + row)
     m = tl.arange(0, BLOCK_M)
     token = q_block * BLOCK_Q + m // GROUP  # [M], in the row
     head = (kv_head * GROUP + m % GROUP).to(tl.int64)
     valid = (token < q_len) & (m < BLOCK_Q * GROUP)
     pos = kv_len - q_len + token
     token_row = (first_token + token).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    q_mask = valid[:, None] & (d[None, :] < HEAD_SIZE)
+    q = tl.load(q_ptr + token_row[:, None] * stride_q_token + (head * stride_q_head)[:, None] + d[None, :], mask=q_mask, other=0)  # [M, D]
+    if Q_FP8 > 0:
+        q = decode_fp8(q, Q_FP8)
+    q = q.to(DTYPE)
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI > 0:
+        slope = tl.load(slopes_ptr + head, mask=valid, other=0.0) * LOG2E
 
     # What its tokens see.
     span_start = tl.zeros_like(pos)
@@ -234,70 +252,35 @@ def paged_attention(
     prefix, lo, hi = token_intervals(
         pos, kv_len, span_start, span_end, prefix_len, row_causal, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, RSWA
     )
-    prefix_max = tl.max(tl.where(valid, prefix, 0), axis=0)
-    lo_min = tl.min(tl.where(valid, lo, NEVER), axis=0)
-    lo_max = tl.max(tl.where(valid, lo, 0), axis=0)
-    hi_min = tl.min(tl.where(valid, hi, NEVER), axis=0)
-    hi_max = tl.max(tl.where(valid, hi, 0), axis=0)
-    if GROUPS:
-        lo_all, hi_max = group_bounds(tl.where(valid, group, -1), lo_min, hi_max, kv_len, row_spans_ptr, num_spans)
-        if SPANS == 1:  # within_window never reaches further left than the window
-            lo_min = lo_all
-
-    # Its tiles, this item's part of them, and the stretch that needs no mask.
-    head_tiles, start_tile, count = tile_bounds(prefix_max, lo_min, hi_max, BLOCK_N)
-    begin, end = part_of(count, part, parts, CUT_TILES)
-    full_begin = tl.maximum((lo_max + BLOCK_N - 1) // BLOCK_N, start_tile) - start_tile + head_tiles
-    full_end = hi_min // BLOCK_N - start_tile + head_tiles
-    full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
-    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
-
-    d = tl.arange(0, BLOCK_D)
-    q_mask = valid[:, None] & (d[None, :] < HEAD_SIZE)
-    q = tl.load(q_ptr + token_row[:, None] * stride_q_token + (head * stride_q_head)[:, None] + d[None, :], mask=q_mask, other=0)  # [M, D]
-    if Q_FP8 > 0:
-        q = decode_fp8(q, Q_FP8)
-    q = q.to(DTYPE)
-    score_scale = scale
-    if q_scale_ptr is not None:
-        score_scale = score_scale * tl.load(q_scale_ptr)
-    if k_scale_ptr is not None:
-        score_scale = score_scale * tl.load(k_scale_ptr + kv_head * SCALE_BY_HEAD)
-    if not SOFTCAP:
-        score_scale = score_scale * LOG2E
-    slope = tl.zeros([BLOCK_M], tl.float32)
-    if ALIBI > 0:
-        slope = tl.load(slopes_ptr + head, mask=valid, other=0.0) * LOG2E
     row_table_ptr = table_ptr
     first_key = kv_len * 0
     if PAGE_SIZE == 0:
         first_key = tl.load(table_ptr + row)
     else:
         row_table_ptr += row.to(tl.int64) * stride_table
-    k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
-    v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for stage in tl.static_range(3 if STAGED else 1):  # tiles with a mask, tiles without, tiles with a mask
+    LEFT: tl.constexpr = WINDOW > 0 or CHUNK > 0 or RSWA > 0  # otherwise nothing at the left end needs a mask
+    for stage in tl.static_range(0 if LEFT or not STAGED else 1, 3 if STAGED else 1):  # tiles with a mask, tiles without, tiles with a mask
         stage_begin = begin if stage == 0 else (full_begin if stage == 1 else full_end)
         stage_end = end if not STAGED or stage == 2 else (full_begin if stage == 0 else full_end)
         acc, top, total = _attend(
-            q, acc, top, total, stage_begin, stage_end, head_tiles, start_tile, prefix, lo, hi, prefix_max, lo_min, hi_max, pos, group, slope, kv_len,
-            row_spans_ptr, num_spans, k_head_ptr, v_head_ptr, row_table_ptr, first_key, stride_k_page, stride_k_key, stride_v_page, stride_v_key,
-            score_scale, softcap, stage != 1, PAGE_SIZE, HEAD_SIZE, V_HEAD_SIZE, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FP8, FP8_NATIVE,
-            DTYPE, BLOCK_N, BLOCK_D, BLOCK_DV,
+            q, acc, top, total, stage_begin, stage_end, head_tiles, start_tile, prefix, lo, hi, prefix_max, lo_min, hi_max, pos, group, slope,
+            kv_len, row_spans_ptr, num_spans, k_head_ptr, v_head_ptr, k_descriptor, v_descriptor, row_table_ptr, first_key, kv_head,
+            stride_k_page, stride_k_key, stride_v_page, stride_v_key, score_scale, softcap, stage != 1, PREFETCH, PAGE_SIZE, HEAD_SIZE,
+            V_HEAD_SIZE, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FOLD, FP8, FP8_NATIVE, DTYPE, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
     # The result, or this part's state for combine. Sinks join once: here, or there.
     dv = tl.arange(0, BLOCK_DV)
     out_mask = valid[:, None] & (dv[None, :] < V_HEAD_SIZE)
-    if v_scale_ptr is not None:
-        acc = acc * tl.load(v_scale_ptr + kv_head * SCALE_BY_HEAD)
+    acc = acc * out_scale
     if slot < 0:
         if sinks_ptr is not None:
-            acc, top, total = merge_sink(acc, top, total, sinks_ptr, head, valid)
+            top, total, correction = merge_sink(top, total, tl.load(sinks_ptr + head, mask=valid, other=0.0))
+            acc = acc * correction[:, None]
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         out_at = token_row[:, None] * stride_out_token + (head * stride_out_head)[:, None] + dv[None, :]
         tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)

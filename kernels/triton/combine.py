@@ -1,19 +1,21 @@
-"""Merging partial states: of the parts of a Q block, and of ``merge_states``. In index order, without atomics."""
+"""Merging partial states: parts of split keys, and whole states for ``merge_states``. In index order, so that bits repeat."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from attnmux.kernels.triton.plan import ITEM
 from attnmux.kernels.triton.values import LN2, LOG2E, merge_sink, merge_step
 
 
-@triton.jit(do_not_specialize_on_alignment=["query_start_ptr", "lse_ptr", "sinks_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr"])
 def combine(
     slot_out_ptr,  # fp32 [slots, Hkv, M, V_HEAD_SIZE]
     slot_lse_ptr,  # fp32 [slots, Hkv, M], base 2
-    merges_ptr,  # int32 [merges, 4]: row (-1: none), Q block, first slot, parts
-    query_start_ptr,
+    items_ptr,  # as plan_step writes them
+    merges_ptr,
     out_ptr,
     lse_ptr,
     sinks_ptr,
@@ -23,45 +25,42 @@ def combine(
     GROUP: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # rows of the Q block a program merges
+    BLOCK_P: tl.constexpr,  # parts merged side by side
     BLOCK_DV: tl.constexpr,
+    EARLY: tl.constexpr,  # launched while the attention kernel may still run
 ):
-    """Merge the parts of one Q block of one KV head, BLOCK_R of its rows a program. Grid: ``(merges * KV_HEADS, BLOCK_M / BLOCK_R)``."""
-    merge_ptr = merges_ptr + (tl.program_id(0) // KV_HEADS) * 4
+    """One row of one Q block of one KV head. Grid: ``(merges * KV_HEADS, rows of a Q block)``."""
+    first_item = tl.load(merges_ptr + tl.program_id(0) // KV_HEADS)
     kv_head = tl.program_id(0) % KV_HEADS
-    row = tl.load(merge_ptr)
-    if row < 0:
+    m = tl.program_id(1)
+    if EARLY:
+        if tl.program_id(0) + m == 0:
+            gdc_wait()  # what comes after this kernel counts on the one before, also where there is nothing to merge
+    if first_item < 0:
         return
-    q_block = tl.load(merge_ptr + 1)
-    first_slot = tl.load(merge_ptr + 2)
-    parts = tl.load(merge_ptr + 3)
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    first_token = tl.load(query_start_ptr + row)
-    q_len = tl.load(query_start_ptr + row + 1) - first_token
-    m = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)  # [R]
-    token = q_block * BLOCK_Q + m // GROUP
+    item_ptr = items_ptr + first_item.to(tl.int64) * ITEM
+    token = tl.load(item_ptr + 1) * (BLOCK_M // GROUP) + m // GROUP
+    if token >= tl.load(item_ptr + 12):
+        return
+    token_row = (tl.load(item_ptr + 11) + token).to(tl.int64)
+    first_slot = tl.load(item_ptr + 14)
+    parts = tl.load(item_ptr + 15)
     head = (kv_head * GROUP + m % GROUP).to(tl.int64)
-    valid = (token < q_len) & (m < BLOCK_Q * GROUP)
-    if tl.max(valid.to(tl.int32), axis=0) == 0:
-        return
+    if EARLY:
+        gdc_wait()
     dv = tl.arange(0, BLOCK_DV)
-    mask = valid[:, None] & (dv[None, :] < V_HEAD_SIZE)
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    for part in range(parts):
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    top = tl.cast(float("-inf"), tl.float32)
+    total = tl.cast(0.0, tl.float32)
+    for at in range(0, parts, BLOCK_P):
+        part = at + tl.arange(0, BLOCK_P)  # [P]
         slot_row = ((first_slot + part) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + m
-        lse = tl.load(slot_lse_ptr + slot_row, mask=valid, other=float("-inf"))
-        state = tl.load(slot_out_ptr + slot_row[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0)
-        acc, top, total = merge_step(acc, top, total, state, lse)
-    if sinks_ptr is not None:
-        acc, top, total = merge_sink(acc, top, total, sinks_ptr, head, valid)
-    token_row = (first_token + token).to(tl.int64)
-    out_at = token_row[:, None] * stride_out_token + (head * stride_out_head)[:, None] + dv[None, :]
-    merged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out_ptr + out_at, merged.to(out_ptr.dtype.element_ty), mask=mask)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + token_row * (KV_HEADS * GROUP) + head, (top + tl.log2(total)) * LN2, mask=valid)
+        lses = tl.load(slot_lse_ptr + slot_row, mask=part < parts, other=float("-inf"))
+        mask = (part < parts)[:, None] & (dv[None, :] < V_HEAD_SIZE)
+        states = tl.load(slot_out_ptr + slot_row[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0)  # [P, DV]
+        acc, top, total = merge_step(acc, top, total, states, lses)
+    _finish(acc, top, total, sinks_ptr, head, out_ptr + token_row * stride_out_token + head * stride_out_head, V_HEAD_SIZE, BLOCK_DV, lse_ptr,
+            token_row * (KV_HEADS * GROUP) + head)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["states", "rows"])
@@ -75,24 +74,33 @@ def merge(
     rows,
     HEADS: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """``merge_states``: BLOCK_R rows a program."""
-    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    valid = r < rows
+    """``merge_states``: one row a program."""
+    r = tl.program_id(0).to(tl.int64)
     dv = tl.arange(0, BLOCK_DV)
-    mask = valid[:, None] & (dv[None, :] < V_HEAD_SIZE)
-    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_R], tl.float32)
-    for i in range(states):
-        at = r + i * tl.cast(rows, tl.int64)
-        lse = tl.load(lses_ptr + at, mask=valid, other=float("-inf")) * LOG2E
-        state = tl.load(outs_ptr + at[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0).to(tl.float32)
-        acc, top, total = merge_step(acc, top, total, state, lse)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    top = tl.cast(float("-inf"), tl.float32)
+    total = tl.cast(0.0, tl.float32)
+    for at in range(0, states, BLOCK_P):
+        state = at + tl.arange(0, BLOCK_P)  # [P]
+        place = r + state * tl.cast(rows, tl.int64)
+        lses = tl.load(lses_ptr + place, mask=state < states, other=float("-inf")) * LOG2E
+        mask = (state < states)[:, None] & (dv[None, :] < V_HEAD_SIZE)
+        found = tl.load(outs_ptr + place[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0).to(tl.float32)  # [P, DV]
+        acc, top, total = merge_step(acc, top, total, found, lses)
+    _finish(acc, top, total, sinks_ptr, r % HEADS, out_ptr + r * V_HEAD_SIZE, V_HEAD_SIZE, BLOCK_DV, lse_ptr, r)
+
+
+@triton.jit
+def _finish(acc, top, total, sinks_ptr, head, row_out_ptr, V_HEAD_SIZE: tl.constexpr, BLOCK_DV: tl.constexpr, lse_ptr, lse_at):
+    """Add the sink and store one row."""
     if sinks_ptr is not None:
-        acc, top, total = merge_sink(acc, top, total, sinks_ptr, r % HEADS, valid)
-    merged = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out_ptr + r[:, None] * V_HEAD_SIZE + dv[None, :], merged.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(lse_ptr + r, (top + tl.log2(total)) * LN2, mask=valid)
+        top, total, correction = merge_sink(top, total, tl.load(sinks_ptr + head))
+        acc = acc * correction
+    dv = tl.arange(0, BLOCK_DV)
+    merged = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(row_out_ptr + dv, merged.to(row_out_ptr.dtype.element_ty), mask=dv < V_HEAD_SIZE)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + lse_at, (top + tl.log2(total)) * LN2)

@@ -13,7 +13,10 @@ class LaunchConfig:
         block_m: rows of a Q block (query tokens times heads of a group).
         block_n: keys of a tile.
         num_warps, num_stages: as Triton takes them.
+        programs: how many of them a multiprocessor holds at once, or should: the keys of rows are cut until there are so many.
+        part: tiles of a part at the least.
         staged: whether tiles that need no mask get a loop of their own (worth its code for long prefill only).
+        prefetch: whether page ids are read one tile ahead (pays where arithmetic, not memory, is the limit).
         source: the measurement or reason behind the row of the table.
     """
 
@@ -21,7 +24,10 @@ class LaunchConfig:
     block_n: int
     num_warps: int
     num_stages: int
+    programs: int
+    part: int
     staged: bool
+    prefetch: bool
     source: str
 
 
@@ -40,30 +46,39 @@ _SHARED = "several tokens share each key that is read"
 _WIDE = "no spills on sm80, sm90 and gfx942, where twice the keys or rows do spill"
 _SCALAR = "true fp32 runs on the scalar units: larger tiles only spill"
 
+
+def _prefill(m: int, n: int, warps: int, stages: int, source: str, programs: int = 1) -> LaunchConfig:
+    return LaunchConfig(m, n, warps, stages, programs, 8, True, True, source)
+
+
+def _decode(m: int, n: int, warps: int, stages: int, source: str, programs: int = 4) -> LaunchConfig:
+    return LaunchConfig(m, n, warps, stages, programs, 2, False, False, source)
+
+
 _TABLE: dict[tuple[str, int, int], LaunchConfig] = {
     # kind, bytes of the compute dtype, head size at most
-    ("prefill", 2, 64): LaunchConfig(128, 64, 8, 2, True, _ROWS),
-    ("prefill", 2, 128): LaunchConfig(64, 64, 8, 2, True, _WIDE),
-    ("prefill", 2, 256): LaunchConfig(64, 32, 8, 2, True, _WIDE),
-    ("prefill", 2, 512): LaunchConfig(32, 32, 8, 2, True, _WIDE),
-    ("verify", 2, 64): LaunchConfig(64, 64, 4, 3, False, _SHARED),
-    ("verify", 2, 128): LaunchConfig(64, 32, 4, 3, False, _WIDE),
-    ("verify", 2, 256): LaunchConfig(32, 32, 8, 2, False, _WIDE),
-    ("verify", 2, 512): LaunchConfig(32, 32, 8, 2, False, _WIDE),
-    ("decode", 2, 64): LaunchConfig(16, 64, 4, 3, False, _MEMORY),
-    ("decode", 2, 128): LaunchConfig(16, 64, 4, 3, False, _MEMORY),
-    ("decode", 2, 256): LaunchConfig(16, 32, 4, 3, False, _WIDE),
-    ("decode", 2, 512): LaunchConfig(16, 32, 8, 2, False, _WIDE),
-    ("prefill", 4, 64): LaunchConfig(32, 32, 8, 1, True, _SCALAR),
-    ("prefill", 4, 128): LaunchConfig(32, 16, 4, 1, True, _SCALAR),
-    ("prefill", 4, 256): LaunchConfig(32, 16, 8, 1, True, _SCALAR),
-    ("prefill", 4, 512): LaunchConfig(16, 16, 8, 1, True, _SCALAR),
-    ("decode", 4, 64): LaunchConfig(16, 32, 4, 1, False, _SCALAR),
-    ("decode", 4, 128): LaunchConfig(16, 16, 4, 1, False, _SCALAR),
-    ("decode", 4, 256): LaunchConfig(16, 16, 4, 1, False, _SCALAR),
-    ("decode", 4, 512): LaunchConfig(16, 16, 8, 1, False, _SCALAR),
+    ("prefill", 2, 64): _prefill(128, 64, 8, 2, _ROWS),
+    ("prefill", 2, 128): _prefill(64, 64, 8, 2, _WIDE),
+    ("prefill", 2, 256): _prefill(64, 32, 8, 2, _WIDE),
+    ("prefill", 2, 512): _prefill(32, 32, 8, 2, _WIDE),
+    ("verify", 2, 64): _decode(64, 64, 4, 3, _SHARED),
+    ("verify", 2, 128): _decode(64, 32, 4, 3, _WIDE),
+    ("verify", 2, 256): _decode(32, 32, 8, 2, _WIDE),
+    ("verify", 2, 512): _decode(32, 32, 8, 2, _WIDE),
+    ("decode", 2, 64): _decode(16, 64, 4, 3, _MEMORY),
+    ("decode", 2, 128): _decode(16, 64, 4, 3, _MEMORY),
+    ("decode", 2, 256): _decode(16, 32, 4, 3, _WIDE),
+    ("decode", 2, 512): _decode(16, 32, 8, 2, _WIDE),
+    ("prefill", 4, 64): _prefill(32, 32, 8, 1, _SCALAR),
+    ("prefill", 4, 128): _prefill(32, 16, 4, 1, _SCALAR),
+    ("prefill", 4, 256): _prefill(32, 16, 8, 1, _SCALAR),
+    ("prefill", 4, 512): _prefill(16, 16, 8, 1, _SCALAR),
+    ("decode", 4, 64): _decode(16, 32, 4, 1, _SCALAR),
+    ("decode", 4, 128): _decode(16, 16, 4, 1, _SCALAR),
+    ("decode", 4, 256): _decode(16, 16, 4, 1, _SCALAR),
+    ("decode", 4, 512): _decode(16, 16, 8, 1, _SCALAR),
 }
-_FROM_SHARED = LaunchConfig(128, 64, 8, 2, True, _ROWS)
+_FROM_SHARED = _prefill(128, 64, 8, 3, _ROWS)
 """Prefill at head size 128 where matrix units read their operands from shared memory."""
 
 
@@ -123,7 +138,7 @@ def reads_shared(target: Target) -> bool:
 
 def smallest_tile(group: int) -> LaunchConfig:
     """What is tried last: the group's heads times 16 keys, without pipelining."""
-    return LaunchConfig(power_of_two(group), 16, 4, 1, False, "the least that the matrix units take")
+    return LaunchConfig(power_of_two(group), 16, 4, 1, 1, 2, False, False, "the least that the matrix units take")
 
 
 def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_size: int, element: int, kv_element: int) -> int:

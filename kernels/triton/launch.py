@@ -10,10 +10,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnmux.kernels.triton.attention import paged_attention
 from attnmux.kernels.triton.combine import combine, merge
 from attnmux.kernels.triton.config import LaunchConfig, power_of_two
+from attnmux.kernels.triton.plan import ITEM, plan_step
 from attnmux.kernels.triton.write import write_cache
 
 FP8_FORMATS: dict[torch.dtype, int] = {
@@ -23,6 +25,9 @@ FP8_FORMATS: dict[torch.dtype, int] = {
     torch.float8_e5m2fnuz: 12,
 }
 """Formats as ``decode_fp8`` takes them."""
+
+LANES = 1024
+"""Rows, units or items that the plan looks at side by side."""
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -44,6 +49,8 @@ class Features:
         dtype: the compute dtype.
         page_size: 0 for packed keys.
         fp8_native: whether the target converts the cache's fp8 format itself; otherwise bytes are decoded with integer operations.
+        descriptors: whether the target copies tiles by tensor descriptors (TMA); taken where a page holds a tile.
+        dependents: whether the target launches a kernel while the one before still runs (programmatic dependent launch).
     """
 
     scale: float
@@ -60,35 +67,41 @@ class Features:
     softcap: float = 0.0
     scale_by_head: bool = False
     fp8_native: bool = False
+    descriptors: bool = False
+    dependents: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Work:
-    """One launch of a step: its items and merges on the device, and how many of each are meant.
+    """One launch of a step: which rows, its cut into items (written on the device by ``plan``), and room for partial states.
 
     Args:
-        items: int32 ``[capacity, 5]``; row -1 means nothing to do.
-        merges: int32 ``[capacity, 4]``.
-        num_items, num_merges: how many lead the tables; a captured launch runs over the whole tables instead.
+        lens: least and most query tokens of the rows that are meant.
+        first, tiles, cuts, items, merges: see ``plan_step``.
         slot_out, slot_lse: float32 ``[slots, Hkv, BLOCK_M, Dv]`` and ``[slots, Hkv, BLOCK_M]``.
         config: tile shape.
-        cut_tiles: see ``schedule``.
+        room: items of one KV head that the device holds at once.
+        cut_tiles: 0, or how many tiles a part has wherever the row is in the batch.
     """
 
+    lens: tuple[int, int]
+    first: Tensor
+    tiles: Tensor
+    cuts: Tensor
     items: Tensor
     merges: Tensor
-    num_items: int
-    num_merges: int
     slot_out: Tensor
     slot_lse: Tensor
     config: LaunchConfig
+    room: int
     cut_tiles: int
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A step's rows on the device; see ``paged_attention`` for shapes."""
+    """A step's rows on the device, ``seqs`` of them; tensors may be longer. See ``plan_step`` and ``paged_attention`` for shapes."""
 
+    seqs: int
     query_start_loc: Tensor
     seq_lens: Tensor
     table: Tensor
@@ -110,6 +123,43 @@ class Layer:
     v_scale: Tensor | None = None
 
 
+def plan(rows: Rows, work: Work, features: Features, group: int) -> None:
+    """Cut a step: write the tables of ``work`` from the lengths on the device. One small launch.
+
+    Args:
+        rows, work, features: the step, its tables, and the layers' attention.
+        group: query heads a KV head.
+    """
+    with _on(rows.seq_lens.device):
+        plan_step[(1,)](
+            query_start_ptr=rows.query_start_loc,
+            seq_lens_ptr=rows.seq_lens,
+            prefix_lens_ptr=rows.prefix_lens,
+            causal_ptr=None if rows.causal is None else rows.causal.view(torch.uint8),
+            row_span_start_ptr=rows.row_span_start,
+            row_spans_ptr=rows.row_spans,
+            first_ptr=work.first,
+            tiles_ptr=work.tiles,
+            cuts_ptr=work.cuts,
+            items_ptr=work.items,
+            merges_ptr=work.merges,
+            seqs=rows.seqs,
+            max_units=work.tiles.shape[0],
+            max_items=work.items.shape[0],
+            max_merges=work.merges.shape[0],
+            room=work.room,
+            least_len=work.lens[0],
+            most_len=work.lens[1],
+            **_mask(features, rows),
+            CUT_TILES=work.cut_tiles,
+            LEAST=work.config.part,
+            BLOCK_Q=work.config.block_m // group,
+            BLOCK_N=work.config.block_n,
+            L=LANES,
+            num_warps=8,
+        )
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, rows: Rows, work: Work, features: Features, layer: Layer) -> None:
     """Attention of one launch into ``out`` and ``lse``.
 
@@ -117,44 +167,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, row
         q: ``[tokens, Hq, D]``.
         k, v: ``[pages, page, Hkv, D]`` (any strides, last dimension contiguous), or packed ``[kv_tokens, Hkv, D]``.
         out: ``[tokens, Hq, Dv]``; lse: float32 ``[tokens, Hq]``, contiguous, or ``None``.
-        rows, work, features, layer: the step, its cut, and the layer.
+        rows, work, features, layer: the step, its cut as ``plan`` wrote it, and the layer.
     """
-    whole = capturing(q.device)  # a replay may find more items than this step has
-    num_items = work.items.shape[0] if whole else work.num_items
-    num_merges = work.merges.shape[0] if whole else work.num_merges
-    if num_items == 0:
-        return
     with _on(q.device):
-        _attend(q, k, v, out, lse, rows, work, features, layer, num_items, num_merges)
+        _attend(q, k, v, out, lse, rows, work, features, layer)
+        if work.slot_lse.shape[0]:
+            _combine(q, k, out, lse, work, features, layer)
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    rows: Rows,
-    work: Work,
-    features: Features,
-    layer: Layer,
-    items: int,
-    merges: int,
-) -> None:
+def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, rows: Rows, work: Work, features: Features, layer: Layer) -> None:
     kv_heads, group, config = k.shape[-2], q.shape[1] // k.shape[-2], work.config
+    block_d, block_dv = power_of_two(q.shape[2]), power_of_two(out.shape[2])
     k_page, k_key, k_head = _strides(k)
     v_page, v_key, v_head = _strides(v)
-    paged_attention[(items * kv_heads,)](
+    described = features.descriptors and features.page_size > 0 and features.page_size % config.block_n == 0
+    described = described and describable(k, block_d) and describable(v, block_dv)
+    paged_attention[(work.items.shape[0] * kv_heads,)](
         q_ptr=_bytes(q),
         k_ptr=_bytes(k),
         v_ptr=_bytes(v),
+        k_descriptor=_descriptor(k, config.block_n, block_d) if described else None,
+        v_descriptor=_descriptor(v, config.block_n, block_dv) if described else None,
         out_ptr=out,
         lse_ptr=lse,
         slot_out_ptr=work.slot_out,
         slot_lse_ptr=work.slot_lse,
         items_ptr=work.items,
-        query_start_ptr=rows.query_start_loc,
-        seq_lens_ptr=rows.seq_lens,
         table_ptr=rows.table,
         prefix_lens_ptr=rows.prefix_lens,
         causal_ptr=None if rows.causal is None else rows.causal.view(torch.uint8),
@@ -183,50 +221,50 @@ def _attend(
         HEAD_SIZE=q.shape[2],
         V_HEAD_SIZE=out.shape[2],
         PAGE_SIZE=features.page_size,
-        CAUSAL=features.causal,
-        WINDOW=features.window,
-        WINDOW_RIGHT=features.window_right,
-        CHUNK=features.chunk,
-        LOOKBACK=features.lookback,
-        SPANS=features.spans if rows.row_spans is not None else 0,
-        GROUPS=rows.groups,
-        RSWA=features.rswa,
+        **_mask(features, rows),
         ALIBI=features.alibi,
         SOFTCAP=features.softcap != 0,
+        FOLD=features.scale > 0 and not features.softcap and not features.alibi and layer.q_scale is None and layer.k_scale is None,
         SCALE_BY_HEAD=features.scale_by_head,
         FP8=FP8_FORMATS.get(k.dtype, 0),
         FP8_NATIVE=features.fp8_native,
         Q_FP8=FP8_FORMATS.get(q.dtype, 0),
         DTYPE=_TRITON_DTYPES[features.dtype],
-        CUT_TILES=work.cut_tiles,
         STAGED=config.staged,
+        PREFETCH=config.prefetch,
+        DEPENDENTS=features.dependents,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=power_of_two(q.shape[2]),
-        BLOCK_DV=power_of_two(out.shape[2]),
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if merges:
-        block_r = min(config.block_m, 16)
-        combine[(merges * kv_heads, config.block_m // block_r)](
-            slot_out_ptr=work.slot_out,
-            slot_lse_ptr=work.slot_lse,
-            merges_ptr=work.merges,
-            query_start_ptr=rows.query_start_loc,
-            out_ptr=out,
-            lse_ptr=lse,
-            sinks_ptr=layer.sinks,
-            stride_out_token=out.stride(0),
-            stride_out_head=out.stride(1),
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            V_HEAD_SIZE=out.shape[2],
-            BLOCK_M=config.block_m,
-            BLOCK_R=block_r,
-            BLOCK_DV=power_of_two(out.shape[2]),
-            num_warps=4,
-        )
+
+
+def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, features: Features, layer: Layer) -> None:
+    kv_heads, group, size = k.shape[-2], q.shape[1] // k.shape[-2], out.shape[2]
+    early = {"launch_pdl": True} if features.dependents else {}
+    combine[(work.merges.shape[0] * kv_heads, work.config.block_m // group * group)](
+        slot_out_ptr=work.slot_out,
+        slot_lse_ptr=work.slot_lse,
+        items_ptr=work.items,
+        merges_ptr=work.merges,
+        out_ptr=out,
+        lse_ptr=lse,
+        sinks_ptr=layer.sinks,
+        stride_out_token=out.stride(0),
+        stride_out_head=out.stride(1),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        V_HEAD_SIZE=size,
+        BLOCK_M=work.config.block_m,
+        BLOCK_P=max(1, 4096 // power_of_two(size)),
+        BLOCK_DV=power_of_two(size),
+        EARLY=features.dependents,
+        num_warps=4,
+        **early,
+    )
 
 
 def store(new: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None, page_size: int, scale_by_head: bool) -> None:
@@ -261,11 +299,10 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
     states, tokens, heads, size = outs.shape
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=outs.device)
-    block_r = 8
     if out.numel():
         with _on(out.device):
-            merge[(triton.cdiv(tokens * heads, block_r),)](
-                outs, lses, sinks, out, lse, states, tokens * heads, HEADS=heads, V_HEAD_SIZE=size, BLOCK_R=block_r, BLOCK_DV=power_of_two(size)
+            merge[(tokens * heads,)](
+                outs, lses, sinks, out, lse, states, tokens * heads, HEADS=heads, V_HEAD_SIZE=size, BLOCK_P=4, BLOCK_DV=power_of_two(size), num_warps=1
             )
     return out, lse
 
@@ -283,6 +320,32 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 def _strides(cache: Tensor) -> tuple[int, ...]:
     """Strides of page, key and head; of packed keys, the "page" is the first key of the row."""
     return cache.stride()[:3] if cache.dim() == 4 else (cache.stride(0), *cache.stride()[:2])
+
+
+def _mask(features: Features, rows: Rows) -> dict[str, Any]:
+    """The kernels' constants that say who sees whom."""
+    return {
+        "CAUSAL": features.causal,
+        "WINDOW": features.window,
+        "WINDOW_RIGHT": features.window_right,
+        "CHUNK": features.chunk,
+        "LOOKBACK": features.lookback,
+        "SPANS": features.spans if rows.row_spans is not None else 0,
+        "GROUPS": rows.groups,
+        "RSWA": features.rswa,
+    }
+
+
+def describable(cache: Tensor, block: int) -> bool:
+    """Whether a tensor descriptor can stand for the pages: everything on 16 bytes, and at most 256 elements a row."""
+    places = (cache.data_ptr(), *(stride * cache.element_size() for stride in cache.stride()[:3]))
+    return block <= 256 and all(place % 16 == 0 for place in places)
+
+
+def _descriptor(cache: Tensor, block_n: int, block: int) -> TensorDescriptor:
+    """The pages as ``[pages, Hkv, page, SIZE]``, whatever their layout, of which a load takes ``block_n`` keys of one head."""
+    view = _bytes(cache).transpose(1, 2)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, block_n, block])
 
 
 def _bytes(cache: Tensor) -> Any:

@@ -85,32 +85,35 @@ def alibi_bias(slope, pos, key, SQRT: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(score, top, total):
+def softmax_step(score, scale, top, total):
     """One tile of the online softmax, in base 2: ``(weights, new top, new total, correction)``.
 
-    ``score [M, N]`` holds ``-inf`` where masked. A row that has seen nothing keeps ``top`` at ``-inf`` and ``total`` at 0.
-    Source: Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022).
+    ``score [M, N]`` holds ``-inf`` where masked; ``scale > 0`` multiplies it, within the one fused operation that exp2 needs anyway. A row that
+    has seen nothing keeps ``top`` at ``-inf`` and ``total`` at 0. Source: Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022).
     """
-    new_top = tl.maximum(top, tl.max(score, axis=1))
+    new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
-    weights = tl.exp2(score - pivot[:, None])
+    weights = tl.exp2(score * scale - pivot[:, None])
     correction = tl.exp2(top - pivot)
     return weights, new_top, total * correction + tl.sum(weights, axis=1), correction
 
 
 @triton.jit
-def merge_step(acc, top, total, state, lse):
-    """Add one state to a running one: ``acc [M, DV]``, ``top`` and ``total [M]``; ``lse [M]`` in base 2, ``-inf`` if empty."""
-    new_top = tl.maximum(top, lse)
+def merge_step(acc, top, total, states, lses):
+    """Add P states to a running one: ``acc [DV]``, ``top`` and ``total`` scalars, ``states [P, DV]``, ``lses [P]`` in base 2, ``-inf`` if empty."""
+    new_top = tl.maximum(top, tl.max(lses, axis=0))
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weight = tl.exp2(lse - pivot)
+    weights = tl.exp2(lses - pivot)
     correction = tl.exp2(top - pivot)
-    state = tl.where((lse == float("-inf"))[:, None], 0.0, state)  # an empty state may hold anything
-    return acc * correction[:, None] + state * weight[:, None], new_top, total * correction + weight
+    states = tl.where((lses == float("-inf"))[:, None], 0.0, states)  # an empty state may hold anything
+    return acc * correction + tl.sum(states * weights[:, None], axis=0), new_top, total * correction + tl.sum(weights, axis=0)
 
 
 @triton.jit
-def merge_sink(acc, top, total, sinks_ptr, head, valid):
-    """Add the sink: a state whose LSE is the logit and whose output is 0."""
-    sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-    return merge_step(acc, top, total, tl.zeros_like(acc), sink)
+def merge_sink(top, total, sink):
+    """Add the sink, a state whose LSE is the logit and whose output is 0: ``(top, total, correction of the accumulator)``."""
+    sink = sink.to(tl.float32) * LOG2E
+    new_top = tl.maximum(top, sink)
+    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+    correction = tl.exp2(top - pivot)
+    return new_top, total * correction + tl.exp2(sink - pivot), correction

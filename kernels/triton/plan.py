@@ -1,0 +1,306 @@
+"""Cutting a step's attention into work items, on the device, from the lengths that lie there. Once a step, for all layers.
+
+A *unit* is one Q block. Units long enough are cut into *parts*, so that the device is full and no program is waited for: parts of equal
+length where all fit the device at once, whole units where there are more than that, and what is left over of the last round cut to fill
+it. Source: the idea is that of stream-K (Osama et al. 2023), with the hardware's own scheduler in the place of its fixed programs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnmux.kernels.triton.intervals import tile_bounds, token_intervals
+
+ITEM = tl.constexpr(16)
+"""int32 of an item: row (-1: none), Q block, first and last tile, tiles of the prefix, first tile after it, first and last tile that needs no
+mask, keys of the prefix, least and greatest key, first token, query tokens, keys, slot (-1: none), parts of the unit."""
+
+
+@triton.jit(
+    do_not_specialize=["seqs", "max_units", "max_items", "max_merges", "room", "least_len", "most_len"],
+    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "prefix_lens_ptr", "causal_ptr"],
+)
+def plan_step(
+    query_start_ptr,  # int32 [seqs + 1]
+    seq_lens_ptr,  # int32 [seqs]
+    prefix_lens_ptr,  # int32 [seqs] or None
+    causal_ptr,  # bool as uint8 [seqs] or None
+    row_span_start_ptr,  # int32 [seqs + 1] into row_spans, or None
+    row_spans_ptr,  # int32 [spans, 3]
+    first_ptr,  # int32 [seqs]: first unit of each row
+    tiles_ptr,  # int32 [max_units]: tiles that each unit reads
+    cuts_ptr,  # int32 [max_units, 2]: first item of each unit and first slot (-1: none)
+    items_ptr,  # int32 [max_items, ITEM]
+    merges_ptr,  # int32 [max_merges]: first item of each unit in several parts, or -1
+    seqs,
+    max_units,
+    max_items,
+    max_merges,
+    room,  # items of one KV head that the device holds at once
+    least_len,  # rows of so many query tokens are meant
+    most_len,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LOOKBACK: tl.constexpr,
+    SPANS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RSWA: tl.constexpr,
+    CUT_TILES: tl.constexpr,  # tiles of a part, whatever else is in the batch; 0: as fits best
+    LEAST: tl.constexpr,  # tiles of a part; fewer cost more to merge than they save
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    L: tl.constexpr,  # rows, units or items looked at side by side
+):
+    """One program. Each pass reads what the one before has stored."""
+    lane = tl.arange(0, L)
+
+    # Rows: the first unit of each.
+    units = seqs * 0
+    for at in range(0, seqs, L):
+        row = at + lane
+        q_len = tl.load(query_start_ptr + row + 1, mask=row < seqs, other=0) - tl.load(query_start_ptr + row, mask=row < seqs, other=0)
+        count = tl.where((q_len >= least_len) & (q_len <= most_len), (q_len + BLOCK_Q - 1) // BLOCK_Q, 0)
+        tl.store(first_ptr + row, units + tl.cumsum(count, axis=0) - count, mask=row < seqs)
+        units += tl.sum(count, axis=0)
+    units = tl.minimum(units, max_units)
+    tl.debug_barrier()
+
+    # Units: what each reads.
+    total = (seqs * 0).to(tl.int64)
+    longest = seqs * 0
+    for at in range(0, units, L):
+        unit = at + lane
+        row, q_block, q_len, kv_len, bounds = unit_facts(
+            unit, unit < units, first_ptr, seqs, query_start_ptr, seq_lens_ptr, prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr,
+            CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, GROUPS, RSWA, BLOCK_Q, BLOCK_N,
+        )  # fmt: skip
+        tiles = tl.where(unit < units, bounds[2], 0)
+        tl.store(tiles_ptr + unit, tiles, mask=unit < units)
+        total += tl.sum(tiles.to(tl.int64), axis=0)
+        longest = tl.maximum(longest, tl.max(tiles, axis=0))
+    tl.debug_barrier()
+
+    # The longest part, and the units at the end that are cut to fill the last round.
+    if CUT_TILES > 0:
+        part_tiles = units * 0 + CUT_TILES
+        tail = units * 0
+        tail_parts = units * 0 + 1
+    else:
+        part_tiles = even_parts(tiles_ptr, units, total, longest, room, LEAST, L)
+        tail = tl.where((units > room) & (longest <= part_tiles), units % room, 0)
+        tail_parts = room // tl.maximum(tail, 1)
+
+    # Parts: the first item and slot of each unit, and the list of those to merge.
+    items = units * 0
+    slots = units * 0
+    merges = units * 0
+    for at in range(0, units, L):
+        unit = at + lane
+        tiles = tl.load(tiles_ptr + unit, mask=unit < units, other=0)
+        parts = tl.maximum((tiles + part_tiles - 1) // part_tiles, 1)
+        parts = tl.where(unit >= units - tail, tl.minimum(tail_parts, tl.maximum(tiles // LEAST, 1)), parts)
+        parts = tl.where(unit < units, parts, 0)
+        cut = (parts > 1).to(tl.int32)
+        item = items + tl.cumsum(parts, axis=0) - parts
+        slot = slots + tl.cumsum(parts * cut, axis=0) - parts * cut
+        merge = merges + tl.cumsum(cut, axis=0) - cut
+        tl.store(cuts_ptr + unit * 2, item, mask=unit < units)
+        tl.store(cuts_ptr + unit * 2 + 1, tl.where(cut > 0, slot, -1), mask=unit < units)
+        tl.store(merges_ptr + merge, item, mask=(cut > 0) & (merge < max_merges))
+        items += tl.sum(parts, axis=0)
+        slots += tl.sum(parts * cut, axis=0)
+        merges += tl.sum(cut, axis=0)
+    for at in range(merges, max_merges, L):
+        tl.store(merges_ptr + at + lane, -1, mask=at + lane < max_merges)
+    items = tl.minimum(items, max_items)
+    tl.debug_barrier()
+
+    # Items: one for each part, and -1 for what is left of the table.
+    for at in range(0, items, L):
+        item = at + lane
+        real = item < items
+        unit = last_at_most(cuts_ptr, item, units, 2)
+        row, q_block, q_len, kv_len, bounds = unit_facts(
+            unit, real, first_ptr, seqs, query_start_ptr, seq_lens_ptr, prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr,
+            CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, GROUPS, RSWA, BLOCK_Q, BLOCK_N,
+        )  # fmt: skip
+        head_tiles, start_tile, tiles, prefix_max, lo_min, hi_max, full_begin, full_end = bounds
+        first_item = tl.load(cuts_ptr + unit * 2, mask=real, other=0)
+        first_slot = tl.load(cuts_ptr + unit * 2 + 1, mask=real, other=-1)
+        parts = tl.load(cuts_ptr + unit * 2 + 2, mask=real & (unit + 1 < units), other=items) - first_item
+        parts = tl.maximum(parts, 1)
+        part = item - first_item
+        if CUT_TILES > 0:
+            begin = part * CUT_TILES
+            end = tl.minimum(begin + CUT_TILES, tiles)
+        else:
+            begin = (tiles.to(tl.int64) * part // parts).to(tl.int32)
+            end = (tiles.to(tl.int64) * (part + 1) // parts).to(tl.int32)
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+        full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+        to = items_ptr + item.to(tl.int64) * ITEM
+        tl.store(to, row, mask=real)
+        tl.store(to + 1, q_block, mask=real)
+        tl.store(to + 2, begin, mask=real)
+        tl.store(to + 3, end, mask=real)
+        tl.store(to + 4, head_tiles, mask=real)
+        tl.store(to + 5, start_tile, mask=real)
+        tl.store(to + 6, full_begin, mask=real)
+        tl.store(to + 7, full_end, mask=real)
+        tl.store(to + 8, prefix_max, mask=real)
+        tl.store(to + 9, lo_min, mask=real)
+        tl.store(to + 10, hi_max, mask=real)
+        tl.store(to + 11, tl.load(query_start_ptr + row, mask=real, other=0), mask=real)
+        tl.store(to + 12, q_len, mask=real)
+        tl.store(to + 13, kv_len, mask=real)
+        tl.store(to + 14, tl.where(first_slot < 0, -1, first_slot + part), mask=real)
+        tl.store(to + 15, parts, mask=real)
+    for at in range(items, max_items, L):
+        tl.store(items_ptr + (at + lane).to(tl.int64) * ITEM, -1, mask=at + lane < max_items)
+
+
+@triton.jit
+def even_parts(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: tl.constexpr):
+    """Tiles of a part: the fewest with which all parts find room at once; where units alone do not, an even share of all tiles."""
+    low = units * 0 + LEAST
+    if units > room:
+        low = tl.maximum(((total + room - 1) // room).to(tl.int32), LEAST)
+    else:
+        high = tl.maximum(longest, LEAST)
+        lane = tl.arange(0, L)
+        while low < high:
+            middle = (low + high) // 2
+            parts = units * 0
+            for at in range(0, units, L):
+                tiles = tl.load(tiles_ptr + at + lane, mask=at + lane < units, other=0)
+                parts += tl.sum(tl.where(at + lane < units, tl.maximum((tiles + middle - 1) // middle, 1), 0), axis=0)
+            high = tl.where(parts <= room, middle, high)
+            low = tl.where(parts <= room, low, middle + 1)
+    return low
+
+
+@triton.jit
+def last_at_most(sorted_ptr, wanted, count, STEP: tl.constexpr):
+    """The last of ``count`` ascending numbers, STEP apart, that is at most each of ``wanted [L]``, or 0."""
+    low = tl.zeros_like(wanted).to(tl.int32)
+    high = low + count
+    width = count
+    while width > 1:
+        middle = (low + high) // 2
+        less = tl.load(sorted_ptr + middle * STEP) <= wanted
+        open_ = high - low > 1
+        low = tl.where(open_ & less, middle, low)
+        high = tl.where(open_ & (~less), middle, high)
+        width = (width + 1) // 2
+    return low
+
+
+@triton.jit
+def unit_facts(
+    unit,  # [L]
+    real,  # [L] bool
+    first_ptr,
+    seqs,
+    query_start_ptr,
+    seq_lens_ptr,
+    prefix_lens_ptr,
+    causal_ptr,
+    row_span_start_ptr,
+    row_spans_ptr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LOOKBACK: tl.constexpr,
+    SPANS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RSWA: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """``(row, q_block, q_len, kv_len, visible_tiles)`` of units. A row's last Q block comes first: where it is causal, it reads most."""
+    row = last_at_most(first_ptr, unit, seqs, 1)
+    q_len = tl.load(query_start_ptr + row + 1, mask=real, other=0) - tl.load(query_start_ptr + row, mask=real, other=0)
+    kv_len = tl.load(seq_lens_ptr + row, mask=real, other=0)
+    causal = kv_len >= 0
+    if CAUSAL == 2:
+        causal = tl.load(causal_ptr + row, mask=real, other=0) != 0
+    prefix_len = tl.zeros_like(kv_len)
+    if RSWA > 0:
+        prefix_len = tl.load(prefix_lens_ptr + row, mask=real, other=0)
+    spans_at = tl.zeros_like(kv_len)
+    spans = tl.zeros_like(kv_len)
+    if SPANS > 0:
+        spans_at = tl.load(row_span_start_ptr + row, mask=real, other=0)
+        spans = tl.load(row_span_start_ptr + row + 1, mask=real, other=0) - spans_at
+    q_block = (q_len + BLOCK_Q - 1) // BLOCK_Q - 1 - (unit - tl.load(first_ptr + row, mask=real, other=0))
+    first = kv_len - q_len + q_block * BLOCK_Q
+    last = tl.minimum(first + BLOCK_Q, kv_len) - 1
+    bounds = visible_tiles(
+        first, last, kv_len, causal, prefix_len, spans_at, spans, row_spans_ptr,
+        CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, GROUPS, RSWA, BLOCK_N,
+    )  # fmt: skip
+    return row, q_block, q_len, kv_len, bounds
+
+
+@triton.jit
+def visible_tiles(
+    first,  # [L]: positions of the first and the last token
+    last,
+    kv_len,  # [L]
+    causal,  # [L] bool
+    prefix_len,  # [L]
+    spans_at,  # [L]
+    spans,  # [L]
+    row_spans_ptr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LOOKBACK: tl.constexpr,
+    SPANS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RSWA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What a run of tokens reads, each ``[L]``: ``(head_tiles, start_tile, tiles, prefix_max, lo_min, hi_max, full_begin, full_end)``.
+
+    Intervals only move right from token to token, so the first and the last token bound them; spans add theirs. Tiles are counted in
+    reading order, ``[0, head_tiles)`` of the row, then from ``start_tile`` on. All tokens see every key of ``[full_begin, full_end)``.
+    """
+    none = tl.zeros_like(first)
+    _, lo_min, hi_min = token_intervals(
+        first, kv_len, none, none, prefix_len, causal, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, 0, RSWA
+    )  # fmt: skip
+    prefix_max, lo_max, hi_max = token_intervals(
+        last, kv_len, none, none, prefix_len, causal, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, 0, RSWA
+    )  # fmt: skip
+    if SPANS > 0:
+        for i in range(tl.max(spans, axis=0)):
+            start, end, group = load_span(row_spans_ptr, spans_at + i, i < spans, kv_len)
+            mine = (start <= last) & (end > first) & (start < end)
+            hi_max = tl.where(mine, tl.maximum(hi_max, end), hi_max)
+            if SPANS == 1:  # within_window never reaches further left than the window
+                lo_min = tl.where(mine, tl.minimum(lo_min, start), lo_min)
+            if GROUPS:
+                for j in range(tl.max(spans, axis=0)):
+                    other_start, other_end, other_group = load_span(row_spans_ptr, spans_at + j, j < spans, kv_len)
+                    same = mine & (group >= 0) & (group == other_group) & (other_start < other_end)
+                    hi_max = tl.where(same, tl.maximum(hi_max, other_end), hi_max)
+                    if SPANS == 1:
+                        lo_min = tl.where(same, tl.minimum(lo_min, other_start), lo_min)
+    head_tiles, start_tile, tiles = tile_bounds(prefix_max, lo_min, hi_max, BLOCK_N)
+    full_begin = tl.maximum((lo_max + BLOCK_N - 1) // BLOCK_N, start_tile) - start_tile + head_tiles
+    full_end = hi_min // BLOCK_N - start_tile + head_tiles
+    return head_tiles, start_tile, tiles, prefix_max, lo_min, hi_max, full_begin, full_end
+
+
+@triton.jit
+def load_span(row_spans_ptr, span, real, kv_len):
+    """``(start, end, group)`` of spans ``[L]``, cut to the row's keys; nothing where not ``real``."""
+    start = tl.load(row_spans_ptr + 3 * span, mask=real, other=0)
+    end = tl.load(row_spans_ptr + 3 * span + 1, mask=real, other=0)
+    return start, tl.minimum(end, kv_len), tl.load(row_spans_ptr + 3 * span + 2, mask=real, other=-1)
