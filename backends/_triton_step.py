@@ -93,16 +93,17 @@ class Room:
 
     def tables(self, seqs: int, device: torch.device) -> dict[str, Tensor]:
         """The tables that ``plan_step`` writes, uninitialised."""
-        shapes = {"first": (seqs,), "tiles": (self.units,), "cuts": (self.units, 2), "items": (self.items, launch.ITEM.value), "merges": (self.merges,)}
+        shapes = {"first": (seqs,), "tiles": (self.units,), "order": (self.units,), "cuts": (self.units, 2), "items": (self.items, launch.ITEM.value), "merges": (self.merges,)}
         return {name: torch.empty(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
 
 
 def room_for(units: int, tiles: int, programs: int, kv_heads: int, cut_tiles: int) -> Room:
     """Room for at most so many Q blocks, of at most so many tiles each."""
     at_once = max(1, programs // kv_heads)
-    if not cut_tiles:  # no more items than what fits at once besides the units; a part is at least half as long as an even share
+    if not cut_tiles:  # no schedule has more parts than these: one round or two, and what is cut at the end of many
         slots = 2 * at_once if at_once > 1 else 0
-        return Room(units, units + at_once, at_once, slots, at_once, 0)
+        few = units * launch.FEW.value <= at_once
+        return Room(units, min(units * max(1, tiles), units + (at_once if few else slots)), at_once, slots, at_once, 0)
     parts = max(1, -(-tiles // cut_tiles))
     return Room(units, units * parts, units, units * parts if parts > 1 else 0, at_once, cut_tiles)
 

@@ -138,7 +138,7 @@ class TritonBackend(Backend):
         if self.limits is None:
             block_q = config.block_m // self.spec.group
             blocks = sum(-(-n // block_q) for n in batch.query_lens if n and self._kind(n) == kind)
-            room = self._room(kind, config, blocks, max(batch.key_lens) if self.spec.batch_invariant else 0)
+            room = self._room(kind, config, blocks, max(batch.key_lens, default=0))
         else:
             room = self._room_within(kind, config, self.limits)
         lens = (1 if self.spec.attn_type == "encoder_only" or kind == "decode" else MAX_DECODE_TOKENS + 1, MAX_DECODE_TOKENS if kind == "decode" else 2**31 - 1)

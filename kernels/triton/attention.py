@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmux.kernels.triton.intervals import own_spans, tile_mask, token_intervals
 from attnmux.kernels.triton.plan import ITEM
@@ -18,9 +18,9 @@ UNALIGNED = ["lse_ptr", "query_start_ptr", "seq_lens_ptr", "table_ptr", "prefix_
 @triton.jit
 def _attend(
     q,  # [M, D]
-    acc,  # [M, DV] fp32
+    acc,  # [M, DV] fp32; [DV, M] with SWAP
     top,  # [M] fp32
-    total,  # [M] fp32
+    total,  # [M] fp32; [M, N] with SWAP
     begin,  # tiles to read, in reading order
     end,
     head_tiles,
@@ -52,6 +52,7 @@ def _attend(
     softcap,
     MASKED: tl.constexpr,
     PREFETCH: tl.constexpr,
+    SWAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
@@ -93,7 +94,10 @@ def _attend(
             k_ptr, k_descriptor, page, tile, first_key, kv_head, stride_k_page, stride_k_key, seen,
             PAGE_SIZE, HEAD_SIZE, BLOCK_N, BLOCK_D, MASKED, False, FP8, FP8_NATIVE, DTYPE,
         )  # fmt: skip  # [N, D]
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+        if SWAP:
+            score = tl.trans(tl.dot(k, tl.trans(q), input_precision="ieee"))  # [M, N]
+        else:
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
         factor = scale
         if not FOLD:
             score = score * scale
@@ -104,12 +108,19 @@ def _attend(
             score += alibi_bias(slope, pos, key, ALIBI == 2)
         if MASKED:
             score = tl.where(mask, score, float("-inf"))
-        weights, top, total, correction = softmax_step(score, factor, top, total)
+        weights, top, correction = softmax_step(score, factor, top)
+        if SWAP:  # keys lie across warps: they add up once, at the end
+            total = total * correction[:, None] + weights
+        else:
+            total = total * correction + tl.sum(weights, axis=1)
         v = load_tile(
             v_ptr, v_descriptor, page, tile, first_key, kv_head, stride_v_page, stride_v_key, seen,
             PAGE_SIZE, V_HEAD_SIZE, BLOCK_N, BLOCK_DV, MASKED, True, FP8, FP8_NATIVE, DTYPE,
         )  # fmt: skip  # [N, DV]
-        acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+        if SWAP:
+            acc = tl.dot(tl.trans(v), tl.trans(weights.to(v.dtype)), acc * correction[None, :], input_precision="ieee")
+        else:
+            acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
         if PREFETCH:
             page = next_page
     return acc, top, total
@@ -173,7 +184,8 @@ def paged_attention(
     DTYPE: tl.constexpr,
     STAGED: tl.constexpr,  # also a loop without masks, for the tiles that every token sees whole
     PREFETCH: tl.constexpr,  # page ids one tile ahead
-    DEPENDENTS: tl.constexpr,  # combine may start early; it waits where it must
+    SWAP: tl.constexpr,  # keys and values take the matrix unit's long side, and few queries the short one
+    EARLY: tl.constexpr,  # started while the kernel before may still run, as the next one is
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -182,7 +194,8 @@ def paged_attention(
     """One item of one KV head. The grid is ``items * KV_HEADS``, heads fastest, so that heads of a page run together."""
     item_ptr = items_ptr + (tl.program_id(0) // KV_HEADS).to(tl.int64) * ITEM
     kv_head = tl.program_id(0) % KV_HEADS
-    if DEPENDENTS:
+    if EARLY:
+        gdc_wait()
         gdc_launch_dependents()
     row = tl.load(item_ptr)
     if row < 0:
@@ -259,22 +272,25 @@ def paged_attention(
     else:
         row_table_ptr += row.to(tl.int64) * stride_table
 
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    acc = tl.zeros([BLOCK_DV, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    LEFT: tl.constexpr = WINDOW > 0 or CHUNK > 0 or RSWA > 0  # otherwise nothing at the left end needs a mask
+    total = tl.zeros([BLOCK_M, BLOCK_N] if SWAP else [BLOCK_M], tl.float32)
+    LEFT: tl.constexpr = WINDOW > 0 or CHUNK > 0  # otherwise nothing at the left end needs a mask
     for stage in tl.static_range(0 if LEFT or not STAGED else 1, 3 if STAGED else 1):  # tiles with a mask, tiles without, tiles with a mask
         stage_begin = begin if stage == 0 else (full_begin if stage == 1 else full_end)
         stage_end = end if not STAGED or stage == 2 else (full_begin if stage == 0 else full_end)
         acc, top, total = _attend(
             q, acc, top, total, stage_begin, stage_end, head_tiles, start_tile, prefix, lo, hi, prefix_max, lo_min, hi_max, pos, group, slope,
             kv_len, row_spans_ptr, num_spans, k_head_ptr, v_head_ptr, k_descriptor, v_descriptor, row_table_ptr, first_key, kv_head,
-            stride_k_page, stride_k_key, stride_v_page, stride_v_key, score_scale, softcap, stage != 1, PREFETCH, PAGE_SIZE, HEAD_SIZE,
+            stride_k_page, stride_k_key, stride_v_page, stride_v_key, score_scale, softcap, stage != 1, PREFETCH, SWAP, PAGE_SIZE, HEAD_SIZE,
             V_HEAD_SIZE, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FOLD, FP8, FP8_NATIVE, DTYPE, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
     # The result, or this part's state for combine. Sinks join once: here, or there.
     dv = tl.arange(0, BLOCK_DV)
+    if SWAP:
+        acc = tl.trans(acc)
+        total = tl.sum(total, axis=1)
     out_mask = valid[:, None] & (dv[None, :] < V_HEAD_SIZE)
     acc = acc * out_scale
     if slot < 0:

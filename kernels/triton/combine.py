@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmux.kernels.triton.plan import ITEM
 from attnmux.kernels.triton.values import LN2, LOG2E, merge_sink, merge_step
@@ -25,42 +25,50 @@ def combine(
     GROUP: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,  # of the Q block a program merges
     BLOCK_P: tl.constexpr,  # parts merged side by side
     BLOCK_DV: tl.constexpr,
-    EARLY: tl.constexpr,  # launched while the attention kernel may still run
+    EARLY: tl.constexpr,  # started while the attention kernel may still run
 ):
-    """One row of one Q block of one KV head. Grid: ``(merges * KV_HEADS, rows of a Q block)``."""
+    """ROWS rows of one Q block of one KV head. Grid: ``(merges * KV_HEADS, ceil(rows of a Q block / ROWS))``."""
     first_item = tl.load(merges_ptr + tl.program_id(0) // KV_HEADS)
     kv_head = tl.program_id(0) % KV_HEADS
-    m = tl.program_id(1)
     if EARLY:
-        if tl.program_id(0) + m == 0:
+        gdc_launch_dependents()
+        if tl.program_id(0) + tl.program_id(1) == 0:
             gdc_wait()  # what comes after this kernel counts on the one before, also where there is nothing to merge
     if first_item < 0:
         return
     item_ptr = items_ptr + first_item.to(tl.int64) * ITEM
-    token = tl.load(item_ptr + 1) * (BLOCK_M // GROUP) + m // GROUP
-    if token >= tl.load(item_ptr + 12):
+    first_m = tl.program_id(1) * ROWS
+    first_token = tl.load(item_ptr + 1) * (BLOCK_M // GROUP)
+    q_len = tl.load(item_ptr + 12)
+    if first_token + first_m // GROUP >= q_len:
         return
-    token_row = (tl.load(item_ptr + 11) + token).to(tl.int64)
+    row_start = tl.load(item_ptr + 11)
     first_slot = tl.load(item_ptr + 14)
     parts = tl.load(item_ptr + 15)
-    head = (kv_head * GROUP + m % GROUP).to(tl.int64)
     if EARLY:
         gdc_wait()
     dv = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    top = tl.cast(float("-inf"), tl.float32)
-    total = tl.cast(0.0, tl.float32)
-    for at in range(0, parts, BLOCK_P):
-        part = at + tl.arange(0, BLOCK_P)  # [P]
-        slot_row = ((first_slot + part) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + m
-        lses = tl.load(slot_lse_ptr + slot_row, mask=part < parts, other=float("-inf"))
-        mask = (part < parts)[:, None] & (dv[None, :] < V_HEAD_SIZE)
-        states = tl.load(slot_out_ptr + slot_row[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0)  # [P, DV]
-        acc, top, total = merge_step(acc, top, total, states, lses)
-    _finish(acc, top, total, sinks_ptr, head, out_ptr + token_row * stride_out_token + head * stride_out_head, V_HEAD_SIZE, BLOCK_DV, lse_ptr,
-            token_row * (KV_HEADS * GROUP) + head)  # fmt: skip
+    for i in range(ROWS):
+        m = first_m + i
+        token = first_token + m // GROUP
+        if (token < q_len) & (m < BLOCK_M // GROUP * GROUP):
+            acc = tl.zeros([BLOCK_DV], tl.float32)
+            top = tl.cast(float("-inf"), tl.float32)
+            total = tl.cast(0.0, tl.float32)
+            for at in range(0, parts, BLOCK_P):
+                part = at + tl.arange(0, BLOCK_P)  # [P]
+                slot_row = ((first_slot + part) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + m
+                lses = tl.load(slot_lse_ptr + slot_row, mask=part < parts, other=float("-inf"))
+                mask = (part < parts)[:, None] & (dv[None, :] < V_HEAD_SIZE)
+                states = tl.load(slot_out_ptr + slot_row[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0)  # [P, DV]
+                acc, top, total = merge_step(acc, top, total, states, lses)
+            head = (kv_head * GROUP + m % GROUP).to(tl.int64)
+            token_row = (row_start + token).to(tl.int64)
+            row_out_ptr = out_ptr + token_row * stride_out_token + head * stride_out_head
+            _finish(acc, top, total, sinks_ptr, head, row_out_ptr, V_HEAD_SIZE, BLOCK_DV, lse_ptr, token_row * (KV_HEADS * GROUP) + head)
 
 
 @triton.jit(do_not_specialize=["states", "rows"])

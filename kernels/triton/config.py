@@ -17,6 +17,7 @@ class LaunchConfig:
         part: tiles of a part at the least.
         staged: whether tiles that need no mask get a loop of their own (worth its code for long prefill only).
         prefetch: whether page ids are read one tile ahead (pays where arithmetic, not memory, is the limit).
+        swap: whether keys and values, not queries, lie along the long side of the matrix unit, which takes 64 rows or more on Hopper.
         source: the measurement or reason behind the row of the table.
     """
 
@@ -28,6 +29,7 @@ class LaunchConfig:
     part: int
     staged: bool
     prefetch: bool
+    swap: bool
     source: str
 
 
@@ -48,11 +50,11 @@ _SCALAR = "true fp32 runs on the scalar units: larger tiles only spill"
 
 
 def _prefill(m: int, n: int, warps: int, stages: int, source: str, programs: int = 1) -> LaunchConfig:
-    return LaunchConfig(m, n, warps, stages, programs, 8, True, True, source)
+    return LaunchConfig(m, n, warps, stages, programs, 8, True, True, False, source)
 
 
 def _decode(m: int, n: int, warps: int, stages: int, source: str, programs: int = 4) -> LaunchConfig:
-    return LaunchConfig(m, n, warps, stages, programs, 2, False, False, source)
+    return LaunchConfig(m, n, warps, stages, programs, 2, False, False, False, source)
 
 
 _TABLE: dict[tuple[str, int, int], LaunchConfig] = {
@@ -138,7 +140,7 @@ def reads_shared(target: Target) -> bool:
 
 def smallest_tile(group: int) -> LaunchConfig:
     """What is tried last: the group's heads times 16 keys, without pipelining."""
-    return LaunchConfig(power_of_two(group), 16, 4, 1, 1, 2, False, False, "the least that the matrix units take")
+    return LaunchConfig(power_of_two(group), 16, 4, 1, 1, 2, False, False, False, "the least that the matrix units take")
 
 
 def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_size: int, element: int, kv_element: int) -> int:

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnmux.kernels.triton.attention import paged_attention
 from attnmux.kernels.triton.combine import combine, merge
 from attnmux.kernels.triton.config import LaunchConfig, power_of_two
-from attnmux.kernels.triton.plan import ITEM, plan_step
+from attnmux.kernels.triton.plan import FEW, ITEM, plan_step
 from attnmux.kernels.triton.write import write_cache
 
 FP8_FORMATS: dict[torch.dtype, int] = {
@@ -77,7 +77,7 @@ class Work:
 
     Args:
         lens: least and most query tokens of the rows that are meant.
-        first, tiles, cuts, items, merges: see ``plan_step``.
+        first, tiles, order, cuts, items, merges: see ``plan_step``.
         slot_out, slot_lse: float32 ``[slots, Hkv, BLOCK_M, Dv]`` and ``[slots, Hkv, BLOCK_M]``.
         config: tile shape.
         room: items of one KV head that the device holds at once.
@@ -87,6 +87,7 @@ class Work:
     lens: tuple[int, int]
     first: Tensor
     tiles: Tensor
+    order: Tensor
     cuts: Tensor
     items: Tensor
     merges: Tensor
@@ -140,6 +141,7 @@ def plan(rows: Rows, work: Work, features: Features, group: int) -> None:
             row_spans_ptr=rows.row_spans,
             first_ptr=work.first,
             tiles_ptr=work.tiles,
+            order_ptr=work.order,
             cuts_ptr=work.cuts,
             items_ptr=work.items,
             merges_ptr=work.merges,
@@ -232,20 +234,22 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, ro
         DTYPE=_TRITON_DTYPES[features.dtype],
         STAGED=config.staged,
         PREFETCH=config.prefetch,
-        DEPENDENTS=features.dependents,
+        SWAP=config.swap,
+        EARLY=features.dependents,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **_early(features),
     )
 
 
 def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, features: Features, layer: Layer) -> None:
     kv_heads, group, size = k.shape[-2], q.shape[1] // k.shape[-2], out.shape[2]
-    early = {"launch_pdl": True} if features.dependents else {}
-    combine[(work.merges.shape[0] * kv_heads, work.config.block_m // group * group)](
+    rows = max(1, work.config.block_m // 16)
+    combine[(work.merges.shape[0] * kv_heads, triton.cdiv(work.config.block_m // group * group, rows))](
         slot_out_ptr=work.slot_out,
         slot_lse_ptr=work.slot_lse,
         items_ptr=work.items,
@@ -259,11 +263,12 @@ def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, 
         GROUP=group,
         V_HEAD_SIZE=size,
         BLOCK_M=work.config.block_m,
+        ROWS=rows,
         BLOCK_P=max(1, 4096 // power_of_two(size)),
         BLOCK_DV=power_of_two(size),
         EARLY=features.dependents,
         num_warps=4,
-        **early,
+        **_early(features),
     )
 
 
@@ -320,6 +325,11 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 def _strides(cache: Tensor) -> tuple[int, ...]:
     """Strides of page, key and head; of packed keys, the "page" is the first key of the row."""
     return cache.stride()[:3] if cache.dim() == 4 else (cache.stride(0), *cache.stride()[:2])
+
+
+def _early(features: Features) -> dict[str, bool]:
+    """The launch option of kernels that start while the one before still runs; targets without it don't know its name."""
+    return {"launch_pdl": True} if features.dependents else {}
 
 
 def _mask(features: Features, rows: Rows) -> dict[str, Any]:

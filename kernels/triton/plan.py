@@ -16,6 +16,13 @@ ITEM = tl.constexpr(16)
 """int32 of an item: row (-1: none), Q block, first and last tile, tiles of the prefix, first tile after it, first and last tile that needs no
 mask, keys of the prefix, least and greatest key, first token, query tokens, keys, slot (-1: none), parts of the unit."""
 
+COST = tl.constexpr(3)
+"""What an item costs besides its tiles, in tiles."""
+FEW = tl.constexpr(5)
+"""Fewer units than this part of the room are always cut well in one round."""
+BUCKETS = tl.constexpr(4)
+"""Lengths told apart when units are put in order."""
+
 
 @triton.jit(
     do_not_specialize=["seqs", "max_units", "max_items", "max_merges", "room", "least_len", "most_len"],
@@ -30,7 +37,8 @@ def plan_step(
     row_spans_ptr,  # int32 [spans, 3]
     first_ptr,  # int32 [seqs]: first unit of each row
     tiles_ptr,  # int32 [max_units]: tiles that each unit reads
-    cuts_ptr,  # int32 [max_units, 2]: first item of each unit and first slot (-1: none)
+    order_ptr,  # int32 [max_units]: units in the order of their items
+    cuts_ptr,  # int32 [max_units, 2]: of the units in that order, the first item and the first slot (-1: none)
     items_ptr,  # int32 [max_items, ITEM]
     merges_ptr,  # int32 [max_merges]: first item of each unit in several parts, or -1
     seqs,
@@ -93,22 +101,36 @@ def plan_step(
         tail = tl.where((units > room) & (longest <= part_tiles), units % room, 0)
         tail_parts = room // tl.maximum(tail, 1)
 
-    # Parts: the first item and slot of each unit, and the list of those to merge.
+    # Order: units with the longest parts first, roughly, or the others will wait for them.
+    place = units * 0
+    for bucket in range(BUCKETS):
+        for at in range(0, units, L):
+            unit = at + lane
+            tiles = tl.load(tiles_ptr + unit, mask=unit < units, other=0)
+            length = tiles // tl.maximum((tiles + part_tiles - 1) // part_tiles, 1)
+            shortness = BUCKETS - 1 - length * BUCKETS // (tl.minimum(part_tiles, longest) + 1)
+            mine = ((unit < units) & (shortness == bucket)).to(tl.int32)
+            tl.store(order_ptr + place + tl.cumsum(mine, axis=0) - mine, unit, mask=mine > 0)
+            place += tl.sum(mine, axis=0)
+    tl.debug_barrier()
+
+    # Parts, in that order: the first item and slot of each unit, and the list of those to merge.
     items = units * 0
     slots = units * 0
     merges = units * 0
     for at in range(0, units, L):
-        unit = at + lane
-        tiles = tl.load(tiles_ptr + unit, mask=unit < units, other=0)
+        place = at + lane
+        unit = tl.load(order_ptr + place, mask=place < units, other=0)
+        tiles = tl.load(tiles_ptr + unit, mask=place < units, other=0)
         parts = tl.maximum((tiles + part_tiles - 1) // part_tiles, 1)
-        parts = tl.where(unit >= units - tail, tl.minimum(tail_parts, tl.maximum(tiles // LEAST, 1)), parts)
-        parts = tl.where(unit < units, parts, 0)
+        parts = tl.where(place >= units - tail, tl.minimum(tail_parts, tl.maximum(tiles // LEAST, 1)), parts)
+        parts = tl.where(place < units, parts, 0)
         cut = (parts > 1).to(tl.int32)
         item = items + tl.cumsum(parts, axis=0) - parts
         slot = slots + tl.cumsum(parts * cut, axis=0) - parts * cut
         merge = merges + tl.cumsum(cut, axis=0) - cut
-        tl.store(cuts_ptr + unit * 2, item, mask=unit < units)
-        tl.store(cuts_ptr + unit * 2 + 1, tl.where(cut > 0, slot, -1), mask=unit < units)
+        tl.store(cuts_ptr + place * 2, item, mask=place < units)
+        tl.store(cuts_ptr + place * 2 + 1, tl.where(cut > 0, slot, -1), mask=place < units)
         tl.store(merges_ptr + merge, item, mask=(cut > 0) & (merge < max_merges))
         items += tl.sum(parts, axis=0)
         slots += tl.sum(parts * cut, axis=0)
@@ -122,15 +144,16 @@ def plan_step(
     for at in range(0, items, L):
         item = at + lane
         real = item < items
-        unit = last_at_most(cuts_ptr, item, units, 2)
+        place = last_at_most(cuts_ptr, item, units, 2)
+        unit = tl.load(order_ptr + place, mask=real, other=0)
         row, q_block, q_len, kv_len, bounds = unit_facts(
             unit, real, first_ptr, seqs, query_start_ptr, seq_lens_ptr, prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr,
             CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, GROUPS, RSWA, BLOCK_Q, BLOCK_N,
         )  # fmt: skip
         head_tiles, start_tile, tiles, prefix_max, lo_min, hi_max, full_begin, full_end = bounds
-        first_item = tl.load(cuts_ptr + unit * 2, mask=real, other=0)
-        first_slot = tl.load(cuts_ptr + unit * 2 + 1, mask=real, other=-1)
-        parts = tl.load(cuts_ptr + unit * 2 + 2, mask=real & (unit + 1 < units), other=items) - first_item
+        first_item = tl.load(cuts_ptr + place * 2, mask=real, other=0)
+        first_slot = tl.load(cuts_ptr + place * 2 + 1, mask=real, other=-1)
+        parts = tl.load(cuts_ptr + place * 2 + 2, mask=real & (place + 1 < units), other=items) - first_item
         parts = tl.maximum(parts, 1)
         part = item - first_item
         if CUT_TILES > 0:
@@ -164,21 +187,34 @@ def plan_step(
 
 @triton.jit
 def even_parts(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: tl.constexpr):
-    """Tiles of a part: the fewest with which all parts find room at once; where units alone do not, an even share of all tiles."""
-    low = units * 0 + LEAST
+    """Tiles of a part: the fewest with which all parts find room at once, or in two rounds where those end sooner.
+
+    Where units alone are more than find room, only those longer than an even share of all tiles are cut.
+    """
     if units > room:
-        low = tl.maximum(((total + room - 1) // room).to(tl.int32), LEAST)
+        part = tl.maximum((total // room).to(tl.int32) + 1, LEAST)
     else:
-        high = tl.maximum(longest, LEAST)
-        lane = tl.arange(0, L)
-        while low < high:
-            middle = (low + high) // 2
-            parts = units * 0
-            for at in range(0, units, L):
-                tiles = tl.load(tiles_ptr + at + lane, mask=at + lane < units, other=0)
-                parts += tl.sum(tl.where(at + lane < units, tl.maximum((tiles + middle - 1) // middle, 1), 0), axis=0)
-            high = tl.where(parts <= room, middle, high)
-            low = tl.where(parts <= room, low, middle + 1)
+        part = least_part(tiles_ptr, units, total, longest, room, LEAST, L)
+        if units * FEW > room:
+            half = least_part(tiles_ptr, units, total, longest, 2 * room, LEAST, L)
+            part = tl.where(2 * (half + COST) < part + COST, half, part)
+    return part
+
+
+@triton.jit
+def least_part(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: tl.constexpr):
+    """The least length of parts that fit ``room`` places of that length: one a place, but units of at most half of it fill gaps."""
+    low = tl.maximum((total // room).to(tl.int32), LEAST)
+    high = tl.maximum(longest, low)
+    lane = tl.arange(0, L)
+    while low < high:
+        middle = (low + high) // 2
+        parts = units * 0
+        for at in range(0, units, L):
+            tiles = tl.load(tiles_ptr + at + lane, mask=at + lane < units, other=0)
+            parts += tl.sum(tl.where(2 * tiles > middle, (tiles + middle - 1) // middle, 0), axis=0)
+        high = tl.where(parts <= room, middle, high)
+        low = tl.where(parts <= room, low, middle + 1)
     return low
 
 
@@ -272,7 +308,7 @@ def visible_tiles(
     reading order, ``[0, head_tiles)`` of the row, then from ``start_tile`` on. All tokens see every key of ``[full_begin, full_end)``.
     """
     none = tl.zeros_like(first)
-    _, lo_min, hi_min = token_intervals(
+    prefix_min, lo_min, hi_min = token_intervals(
         first, kv_len, none, none, prefix_len, causal, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, 0, RSWA
     )  # fmt: skip
     prefix_max, lo_max, hi_max = token_intervals(
@@ -295,6 +331,9 @@ def visible_tiles(
     head_tiles, start_tile, tiles = tile_bounds(prefix_max, lo_min, hi_max, BLOCK_N)
     full_begin = tl.maximum((lo_max + BLOCK_N - 1) // BLOCK_N, start_tile) - start_tile + head_tiles
     full_end = hi_min // BLOCK_N - start_tile + head_tiles
+    if RSWA > 0:  # the prefix is what is long
+        full_begin = tl.zeros_like(tiles)
+        full_end = prefix_min // BLOCK_N
     return head_tiles, start_tile, tiles, prefix_max, lo_min, hi_max, full_begin, full_end
 
 

@@ -85,17 +85,15 @@ def alibi_bias(slope, pos, key, SQRT: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(score, scale, top, total):
-    """One tile of the online softmax, in base 2: ``(weights, new top, new total, correction)``.
+def softmax_step(score, scale, top):
+    """One tile of the online softmax, in base 2: ``(weights, new top, correction of what was summed before)``.
 
     ``score [M, N]`` holds ``-inf`` where masked; ``scale > 0`` multiplies it, within the one fused operation that exp2 needs anyway. A row that
-    has seen nothing keeps ``top`` at ``-inf`` and ``total`` at 0. Source: Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022).
+    has seen nothing keeps ``top`` at ``-inf``. Source: Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022).
     """
     new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
-    weights = tl.exp2(score * scale - pivot[:, None])
-    correction = tl.exp2(top - pivot)
-    return weights, new_top, total * correction + tl.sum(weights, axis=1), correction
+    return tl.exp2(score * scale - pivot[:, None]), new_top, tl.exp2(top - pivot)
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def test_a_changed_key_is_noticed_by_those_who_see_it(attend, device):
         assert torch.equal(noticed, want), (row, key)
 
 
-@pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"sliding_window": 30, "softcap": 3.0}], ids=lambda c: "-".join(c) or "plain")
+@pytest.mark.parametrize("changes", [{}, {"sinks": True}, {"sliding_window": 60, "softcap": 3.0}], ids=lambda c: "-".join(c) or "plain")
 def test_the_number_of_parts_changes_rounding_only(changes, attend, device, cpu):
     longer = 1 if INTERPRETED else 8  # a GPU's tiles are longer, and what fits two of them is not cut
     changes = {name: value * longer if name == "sliding_window" else value for name, value in changes.items()}
