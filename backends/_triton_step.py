@@ -93,7 +93,7 @@ class Room:
 
     def tables(self, seqs: int, device: torch.device) -> dict[str, Tensor]:
         """The tables that ``plan_step`` writes, uninitialised."""
-        shapes = {"first": (seqs,), "tiles": (self.units,), "order": (self.units,), "cuts": (self.units, 2), "items": (self.items, launch.ITEM.value), "merges": (self.merges,)}
+        shapes = {"first": (seqs,), "tiles": (self.units,), "order": (self.units,), "cuts": (self.units, 2), "items": (self.items, launch.ITEM.value), "count": (1,), "merges": (self.merges,)}
         return {name: torch.empty(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
 
 

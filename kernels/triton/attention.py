@@ -138,6 +138,7 @@ def paged_attention(
     slot_out_ptr,  # fp32 [slots, Hkv, M, V_HEAD_SIZE]
     slot_lse_ptr,  # fp32 [slots, Hkv, M], base 2
     items_ptr,  # as plan_step writes them
+    count_ptr,
     table_ptr,  # int32 block table [seqs, columns], or kv_start_loc when packed
     prefix_lens_ptr,  # int32 [seqs] or None
     causal_ptr,  # bool as uint8 [seqs] or None
@@ -192,28 +193,13 @@ def paged_attention(
     BLOCK_DV: tl.constexpr,
 ):
     """One item of one KV head. The grid is ``items * KV_HEADS``, heads fastest, so that heads of a page run together."""
-    item_ptr = items_ptr + (tl.program_id(0) // KV_HEADS).to(tl.int64) * ITEM
+    item = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    row = tl.load(item_ptr)
-    if row < 0:
+    if item >= tl.load(count_ptr):
         return
-    q_block = tl.load(item_ptr + 1)
-    begin = tl.load(item_ptr + 2)
-    end = tl.load(item_ptr + 3)
-    head_tiles = tl.load(item_ptr + 4)
-    start_tile = tl.load(item_ptr + 5)
-    full_begin = tl.load(item_ptr + 6)
-    full_end = tl.load(item_ptr + 7)
-    prefix_max = tl.load(item_ptr + 8)
-    lo_min = tl.load(item_ptr + 9)
-    hi_max = tl.load(item_ptr + 10)
-    first_token = tl.load(item_ptr + 11)
-    q_len = tl.load(item_ptr + 12)
-    kv_len = tl.load(item_ptr + 13)
-    slot = tl.load(item_ptr + 14)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
 
     score_scale = scale
@@ -228,6 +214,23 @@ def paged_attention(
         out_scale = tl.load(v_scale_ptr + kv_head * SCALE_BY_HEAD)
     k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
     v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
+
+    item_ptr = items_ptr + item.to(tl.int64) * ITEM
+    row = tl.load(item_ptr)
+    q_block = tl.load(item_ptr + 1)
+    begin = tl.load(item_ptr + 2)
+    end = tl.load(item_ptr + 3)
+    head_tiles = tl.load(item_ptr + 4)
+    start_tile = tl.load(item_ptr + 5)
+    full_begin = tl.load(item_ptr + 6)
+    full_end = tl.load(item_ptr + 7)
+    prefix_max = tl.load(item_ptr + 8)
+    lo_min = tl.load(item_ptr + 9)
+    hi_max = tl.load(item_ptr + 10)
+    first_token = tl.load(item_ptr + 11)
+    q_len = tl.load(item_ptr + 12)
+    kv_len = tl.load(item_ptr + 13)
+    slot = tl.load(item_ptr + 14)
 
     # The Q block: row m is query head m % GROUP of token m // GROUP.
     m = tl.arange(0, BLOCK_M)
@@ -251,11 +254,12 @@ def paged_attention(
     span_end = tl.zeros_like(pos)
     group = tl.zeros_like(pos) - 1
     num_spans = kv_len * 0
+    spans_ptr = row_spans_ptr
     if SPANS > 0:
         spans_at = tl.load(row_span_start_ptr + row)
         num_spans = tl.load(row_span_start_ptr + row + 1) - spans_at
-        row_spans_ptr += spans_at * 3
-        span_start, span_end, group = own_spans(pos, kv_len, row_spans_ptr, num_spans)
+        spans_ptr += spans_at * 3
+        span_start, span_end, group = own_spans(pos, kv_len, spans_ptr, num_spans)
     prefix_len = kv_len * 0
     if RSWA > 0:
         prefix_len = tl.load(prefix_lens_ptr + row)
@@ -281,12 +285,17 @@ def paged_attention(
         stage_end = end if not STAGED or stage == 2 else (full_begin if stage == 0 else full_end)
         acc, top, total = _attend(
             q, acc, top, total, stage_begin, stage_end, head_tiles, start_tile, prefix, lo, hi, prefix_max, lo_min, hi_max, pos, group, slope,
-            kv_len, row_spans_ptr, num_spans, k_head_ptr, v_head_ptr, k_descriptor, v_descriptor, row_table_ptr, first_key, kv_head,
+            kv_len, spans_ptr, num_spans, k_head_ptr, v_head_ptr, k_descriptor, v_descriptor, row_table_ptr, first_key, kv_head,
             stride_k_page, stride_k_key, stride_v_page, stride_v_key, score_scale, softcap, stage != 1, PREFETCH, SWAP, PAGE_SIZE, HEAD_SIZE,
             V_HEAD_SIZE, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FOLD, FP8, FP8_NATIVE, DTYPE, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
     # The result, or this part's state for combine. Sinks join once: here, or there.
+    # Places are computed anew, so that they take no registers in between.
+    first_row = q_block * BLOCK_Q
+    valid = (m // GROUP < q_len - first_row) & (m < BLOCK_Q * GROUP)
+    out_row = (first_token + first_row + m // GROUP).to(tl.int64)
+    head = kv_head.to(tl.int64) * GROUP + m % GROUP
     dv = tl.arange(0, BLOCK_DV)
     if SWAP:
         acc = tl.trans(acc)
@@ -298,10 +307,10 @@ def paged_attention(
             top, total, correction = merge_sink(top, total, tl.load(sinks_ptr + head, mask=valid, other=0.0))
             acc = acc * correction[:, None]
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        out_at = token_row[:, None] * stride_out_token + (head * stride_out_head)[:, None] + dv[None, :]
+        out_at = out_row[:, None] * stride_out_token + (head * stride_out_head)[:, None] + dv[None, :]
         tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
         if lse_ptr is not None:
-            tl.store(lse_ptr + token_row * (KV_HEADS * GROUP) + head, (top + tl.log2(total)) * LN2, mask=valid)
+            tl.store(lse_ptr + out_row * (KV_HEADS * GROUP) + head, (top + tl.log2(total)) * LN2, mask=valid)
     else:
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         slot_row = (slot * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + m

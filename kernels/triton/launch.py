@@ -77,7 +77,7 @@ class Work:
 
     Args:
         lens: least and most query tokens of the rows that are meant.
-        first, tiles, order, cuts, items, merges: see ``plan_step``.
+        first, tiles, order, cuts, items, count, merges: see ``plan_step``.
         slot_out, slot_lse: float32 ``[slots, Hkv, BLOCK_M, Dv]`` and ``[slots, Hkv, BLOCK_M]``.
         config: tile shape.
         room: items of one KV head that the device holds at once.
@@ -90,6 +90,7 @@ class Work:
     order: Tensor
     cuts: Tensor
     items: Tensor
+    count: Tensor
     merges: Tensor
     slot_out: Tensor
     slot_lse: Tensor
@@ -144,6 +145,7 @@ def plan(rows: Rows, work: Work, features: Features, group: int) -> None:
             order_ptr=work.order,
             cuts_ptr=work.cuts,
             items_ptr=work.items,
+            count_ptr=work.count,
             merges_ptr=work.merges,
             seqs=rows.seqs,
             max_units=work.tiles.shape[0],
@@ -195,6 +197,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, ro
         slot_out_ptr=work.slot_out,
         slot_lse_ptr=work.slot_lse,
         items_ptr=work.items,
+        count_ptr=work.count,
         table_ptr=rows.table,
         prefix_lens_ptr=rows.prefix_lens,
         causal_ptr=None if rows.causal is None else rows.causal.view(torch.uint8),

@@ -13,7 +13,7 @@ import triton.language as tl
 from attnmux.kernels.triton.intervals import tile_bounds, token_intervals
 
 ITEM = tl.constexpr(16)
-"""int32 of an item: row (-1: none), Q block, first and last tile, tiles of the prefix, first tile after it, first and last tile that needs no
+"""int32 of an item: row, Q block, first and last tile, tiles of the prefix, first tile after it, first and last tile that needs no
 mask, keys of the prefix, least and greatest key, first token, query tokens, keys, slot (-1: none), parts of the unit."""
 
 COST = tl.constexpr(3)
@@ -40,6 +40,7 @@ def plan_step(
     order_ptr,  # int32 [max_units]: units in the order of their items
     cuts_ptr,  # int32 [max_units, 2]: of the units in that order, the first item and the first slot (-1: none)
     items_ptr,  # int32 [max_items, ITEM]
+    count_ptr,  # int32 [1]: items
     merges_ptr,  # int32 [max_merges]: first item of each unit in several parts, or -1
     seqs,
     max_units,
@@ -102,7 +103,7 @@ def plan_step(
         tail_parts = room // tl.maximum(tail, 1)
 
     # Order: units with the longest parts first, roughly, or the others will wait for them.
-    place = units * 0
+    ordered = units * 0
     for bucket in range(BUCKETS):
         for at in range(0, units, L):
             unit = at + lane
@@ -110,8 +111,8 @@ def plan_step(
             length = tiles // tl.maximum((tiles + part_tiles - 1) // part_tiles, 1)
             shortness = BUCKETS - 1 - length * BUCKETS // (tl.minimum(part_tiles, longest) + 1)
             mine = ((unit < units) & (shortness == bucket)).to(tl.int32)
-            tl.store(order_ptr + place + tl.cumsum(mine, axis=0) - mine, unit, mask=mine > 0)
-            place += tl.sum(mine, axis=0)
+            tl.store(order_ptr + ordered + tl.cumsum(mine, axis=0) - mine, unit, mask=mine > 0)
+            ordered += tl.sum(mine, axis=0)
     tl.debug_barrier()
 
     # Parts, in that order: the first item and slot of each unit, and the list of those to merge.
@@ -140,7 +141,7 @@ def plan_step(
     items = tl.minimum(items, max_items)
     tl.debug_barrier()
 
-    # Items: one for each part, and -1 for what is left of the table.
+    # Items: one for each part.
     for at in range(0, items, L):
         item = at + lane
         real = item < items
@@ -181,8 +182,7 @@ def plan_step(
         tl.store(to + 13, kv_len, mask=real)
         tl.store(to + 14, tl.where(first_slot < 0, -1, first_slot + part), mask=real)
         tl.store(to + 15, parts, mask=real)
-    for at in range(items, max_items, L):
-        tl.store(items_ptr + (at + lane).to(tl.int64) * ITEM, -1, mask=at + lane < max_items)
+    tl.store(count_ptr, items)
 
 
 @triton.jit

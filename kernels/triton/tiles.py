@@ -33,10 +33,14 @@ def tile_pages(
         page = tl.load(row_table_ptr + tile * BLOCK_N // PAGE_SIZE, mask=wanted, other=0)
     else:
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
-        if MASKED:
-            page = tl.load(row_table_ptr + key // PAGE_SIZE, mask=(((key >= lo_min) & (key < hi_max)) | (key < prefix_max)) & wanted, other=0)
+        if BLOCK_N % PAGE_SIZE == 0:
+            column = tile * (BLOCK_N // PAGE_SIZE) + tl.arange(0, BLOCK_N) // PAGE_SIZE
         else:
-            page = tl.load(row_table_ptr + key // PAGE_SIZE, mask=tl.full([BLOCK_N], True, tl.int1) & wanted, other=0)
+            column = key // PAGE_SIZE
+        if MASKED:
+            page = tl.load(row_table_ptr + column, mask=(((key >= lo_min) & (key < hi_max)) | (key < prefix_max)) & wanted, other=0)
+        else:
+            page = tl.load(row_table_ptr + column, mask=tl.full([BLOCK_N], True, tl.int1) & wanted, other=0)
     return page
 
 
@@ -67,11 +71,15 @@ def load_tile(
         if MASKED and ZERO:
             raw = tl.where(seen[:, None], raw, tl.zeros_like(raw))
     else:
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+        key = tl.arange(0, BLOCK_N)  # [N], in the tile
         if PAGE_SIZE == 0:
-            row = (first_key + key).to(tl.int64) * stride_key  # [N]
-        else:
+            row = (first_key + tile * BLOCK_N + key).to(tl.int64) * stride_key  # [N]
+        elif BLOCK_N % PAGE_SIZE == 0:
             row = page.to(tl.int64) * stride_page + (key % PAGE_SIZE).to(tl.int64) * stride_key
+        elif PAGE_SIZE % BLOCK_N == 0:
+            row = page.to(tl.int64) * stride_page + (tile * BLOCK_N % PAGE_SIZE + key).to(tl.int64) * stride_key
+        else:
+            row = page.to(tl.int64) * stride_page + ((tile * BLOCK_N + key) % PAGE_SIZE).to(tl.int64) * stride_key
         column = tl.arange(0, BLOCK)
         pointers = base_ptr + row[:, None] + column[None, :]
         if MASKED and SIZE == BLOCK:
