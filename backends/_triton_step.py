@@ -60,7 +60,7 @@ def features_of(spec: AttentionSpec, device: Device) -> launch.Features:
         softcap=spec.softcap or 0.0,
         scale_by_head=spec.kv_scale == "head",
         fp8_native=native,
-        descriptors="tma" in device.features,
+        descriptors="tma" in device.features and spec.dtype == spec.kv_dtype != torch.float32,  # others pass through registers in any case
         dependents="tma" in device.features,  # both came with Hopper
     )
 
@@ -93,7 +93,15 @@ class Room:
 
     def tables(self, seqs: int, device: torch.device) -> dict[str, Tensor]:
         """The tables that ``plan_step`` writes, uninitialised."""
-        shapes = {"first": (seqs,), "tiles": (self.units,), "order": (self.units,), "cuts": (self.units, 2), "items": (self.items, launch.ITEM.value), "count": (1,), "merges": (self.merges,)}
+        shapes = {
+            "first": (seqs,),
+            "tiles": (self.units,),
+            "order": (self.units,),
+            "cuts": (self.units, 2),
+            "items": (self.items, launch.ITEM.value),
+            "count": (1,),
+            "merges": (self.merges,),
+        }
         return {name: torch.empty(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
 
 

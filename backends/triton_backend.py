@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnmux.backends._triton_step import Room, State, features_of, multiprocessors, room_for, span_tables
+from attnmux.backends._triton_warmup import SPANS, layers, one_row, pools
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.device import Device
@@ -46,13 +47,13 @@ class TritonBackend(Backend):
     def warmup(self, limits: Limits) -> None:
         """Compile what the limits can reach: each tile shape, with each form of spans, cut and not."""
         for length in self._reachable(limits).values():
-            for span in ((), (0, 1), (0, 1, 0)) if self.spec.mm_prefix else ((),):
+            for span in SPANS if self.spec.mm_prefix else SPANS[:1]:
                 self._run_once(length, span, limits)
 
     def plan(self, batch: Batch, workspace: Tensor | None, previous: Any) -> State:
         earlier: State | None = None if self.limits is None else previous  # without limits nothing is captured, and tables grow
-        stream = self._stream()
-        if stream is not None and earlier is not None:  # what still reads the tables must end before they change
+        stream, capturing = self._stream(), launch.capturing(self._torch_device)
+        if stream is not None and earlier is not None and not capturing:  # what still reads the tables must end before they change
             if earlier.stream != stream:
                 stream.wait_stream(earlier.stream)
             if earlier.used is not None:
@@ -68,14 +69,19 @@ class TritonBackend(Backend):
             if kind in longest or before:
                 work[kind] = before or self._work(kind, longest[kind], batch, workspace if stream == self._owner else None)
                 launch.plan(rows, work[kind], self._features, self.spec.group)
-        return State(rows, work, stream, None if stream is None else stream.record_event())
+        if stream is None or capturing:  # what a graph records is no event for anyone else
+            return State(rows, work, stream, earlier.ready if earlier else None)
+        return State(rows, work, stream, stream.record_event())
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: State, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
-        inputs = launch.Layer(layer.sinks, layer.alibi_slopes, self._scale(layer.q_scale), self._scale(layer.k_scale), self._scale(layer.v_scale))
+        q_scale = 1.0 if layer.q_scale is None and self.spec.q_dtype != self.spec.dtype else layer.q_scale
+        scales = self._scale(q_scale), self._scale(layer.k_scale), self._scale(layer.v_scale)
+        inputs = launch.Layer(self._sinks(layer.sinks), layer.alibi_slopes, *scales)
         stream = self._stream()
         foreign, capturing = stream != state.stream, launch.capturing(self._torch_device)
         if foreign and not capturing:
-            stream.wait_event(state.ready)
+            if state.ready is not None:
+                stream.wait_event(state.ready)
             for tensor in state.tensors():
                 tensor.record_stream(stream)
         for work in state.work.values():
@@ -102,36 +108,19 @@ class TritonBackend(Backend):
         return {(self._kind(n), self._config(self._kind(n), n)): n for n in lengths}
 
     def _run_once(self, length: int, span: tuple[int, ...], limits: Limits) -> None:
-        """One row of so many query tokens over a pool of its own, so that the kernels it needs are compiled."""
-        spec, device = self.spec, self._torch_device
-        keys = min(limits.max_seq_len, 4 * self._config(self._kind(length), length).block_n)  # enough to be cut
-        keys = max(keys, length)
-        pages = -(-keys // (spec.page_size or 1))
-        place = (spec.num_kv_heads,) if spec.page_size is None else (spec.page_size, spec.num_kv_heads)
-        shape = (pages, *(place[::-1] if spec.kv_layout == "HND" else place))
-        k, v = (torch.zeros((*shape, size), dtype=torch.uint8, device=device).to(spec.kv_dtype) for size in (spec.head_size, spec.v_head_size))
-        lens = self._to_device([keys])
-        batch = Batch(
-            self._to_device([0, length]),
-            lens,
-            block_table=None if spec.page_size is None else self._to_device([list(range(pages))]),
-            kv_start_loc=self._to_device([0, keys]) if spec.page_size is None else None,
-            causal=torch.ones(1, dtype=torch.bool, device=device) if spec.causal == "per_sequence" else None,
-            prefix_lens=lens if spec.rswa_window else None,
-            query_lens_cpu=[length],
-            seq_lens_cpu=[keys],
-            mm_spans=[[(keys - length, keys, *span[2:])] if span else []] if spec.mm_prefix else None,
-        )
-        q = torch.zeros((length, spec.num_q_heads, spec.head_size), dtype=spec.dtype, device=device)
+        """One row of so many query tokens, so that the kernels it needs are compiled."""
+        spec, device, owner = self.spec, self._torch_device, self._owner
+        keys = max(length, min(limits.max_seq_len, 4 * self._config(self._kind(length), length).block_n))  # enough to be cut
+        state = self.plan(one_row(spec, device, length, keys, span), None, None)
+        self._owner = owner  # who compiles need not be who serves
+        q = torch.zeros((length, spec.num_q_heads, spec.head_size), dtype=spec.dtype, device=device).to(spec.q_dtype)
         out = torch.empty((length, spec.num_q_heads, spec.v_head_size), dtype=spec.dtype, device=device)
         lse = torch.empty(out.shape[:2], dtype=torch.float32, device=device) if spec.return_lse else None
-        scales = torch.ones(spec.num_kv_heads if spec.kv_scale == "head" else (), device=device) if spec.kv_scale else None
-        q_scale = None if spec.q_dtype == spec.dtype else torch.ones((), device=device)
-        heads = torch.zeros(spec.num_q_heads, device=device)
-        layer = LayerArgs(heads if spec.sinks else None, heads if spec.alibi else None, q_scale, scales, scales)
-        self.run(q.to(spec.q_dtype), k, v, self.plan(batch, None, None), out, lse, layer)
+        k, v = pools(spec, device, keys)
         new_k, new_v = (torch.zeros((1, spec.num_kv_heads, size), dtype=spec.dtype, device=device) for size in (spec.head_size, spec.v_head_size))
-        self.write_kv(new_k, new_v, k, v, torch.full((1,), -1, dtype=torch.int64, device=device), layer)
+        for layer in layers(spec, device):
+            self.run(q, k, v, state, out, lse, layer)
+            self.write_kv(new_k, new_v, k, v, torch.full((1,), -1, dtype=torch.int64, device=device), layer)
 
     def _work(self, kind: str, longest: int, batch: Batch, workspace: Tensor | None) -> launch.Work:
         config = self._config(kind, longest)
@@ -141,7 +130,10 @@ class TritonBackend(Backend):
             room = self._room(kind, config, blocks, max(batch.key_lens, default=0))
         else:
             room = self._room_within(kind, config, self.limits)
-        lens = (1 if self.spec.attn_type == "encoder_only" or kind == "decode" else MAX_DECODE_TOKENS + 1, MAX_DECODE_TOKENS if kind == "decode" else 2**31 - 1)
+        lens = (
+            1 if self.spec.attn_type == "encoder_only" or kind == "decode" else MAX_DECODE_TOKENS + 1,
+            MAX_DECODE_TOKENS if kind == "decode" else 2**31 - 1,
+        )
         tables = room.tables(self.limits.max_num_seqs if self.limits else batch.num_seqs, self._torch_device)
         slot_out, slot_lse = self._slots(room.slots, config, workspace)
         return launch.Work(lens, slot_out=slot_out, slot_lse=slot_lse, config=config, room=room.at_once, cut_tiles=room.cut_tiles, **tables)
@@ -221,6 +213,10 @@ class TritonBackend(Backend):
 
     def _to_device(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(self._torch_device, non_blocking=True)
+
+    def _sinks(self, sinks: Tensor | None) -> Tensor | None:
+        """In a dtype for which kernels were compiled ahead."""
+        return sinks if sinks is None or sinks.dtype in (torch.float32, self.spec.dtype) else sinks.float()
 
     def _scale(self, scale: Tensor | float | None) -> Tensor | None:
         if scale is None or isinstance(scale, Tensor):

@@ -11,7 +11,7 @@ from attnmux.kernels.triton.plan import ITEM
 from attnmux.kernels.triton.tiles import load_tile, tile_of, tile_pages
 from attnmux.kernels.triton.values import LN2, LOG2E, alibi_bias, decode_fp8, merge_sink, soft_cap, softmax_step
 
-UNALIGNED = ["lse_ptr", "query_start_ptr", "seq_lens_ptr", "table_ptr", "prefix_lens_ptr", "causal_ptr", "sinks_ptr", "slopes_ptr"]
+UNALIGNED = ["lse_ptr", "table_ptr", "prefix_lens_ptr", "causal_ptr", "sinks_ptr", "slopes_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"]
 """Views by the caller of any alignment, read element by element: nothing is to be compiled anew for them while serving."""
 
 
@@ -25,18 +25,17 @@ def _attend(
     end,
     head_tiles,
     start_tile,
-    prefix,  # [M]
-    lo,  # [M]
-    hi,  # [M]
     prefix_max,
     lo_min,
     hi_max,
     pos,  # [M]
-    group,  # [M]
     slope,  # [M], base 2
+    row,
     kv_len,
+    prefix_lens_ptr,
+    causal_ptr,
+    row_span_start_ptr,
     row_spans_ptr,
-    num_spans,
     k_ptr,
     v_ptr,
     k_descriptor,
@@ -56,6 +55,11 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WINDOW_RIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LOOKBACK: tl.constexpr,
     SPANS: tl.constexpr,
     GROUPS: tl.constexpr,
     RSWA: tl.constexpr,
@@ -70,6 +74,25 @@ def _attend(
     BLOCK_DV: tl.constexpr,
 ):
     """The online softmax over tiles ``[begin, end)``. Without ``MASKED`` every token sees every key of them."""
+    if MASKED:  # what the tokens see; here, so that it takes no registers in the loop without masks
+        span_start = tl.zeros_like(pos)
+        span_end = tl.zeros_like(pos)
+        group = tl.zeros_like(pos) - 1
+        num_spans = kv_len * 0
+        if SPANS > 0:
+            spans_at = tl.load(row_span_start_ptr + row)
+            num_spans = tl.load(row_span_start_ptr + row + 1) - spans_at
+            row_spans_ptr += spans_at * 3
+            span_start, span_end, group = own_spans(pos, kv_len, row_spans_ptr, num_spans)
+        prefix_len = kv_len * 0
+        if RSWA > 0:
+            prefix_len = tl.load(prefix_lens_ptr + row)
+        row_causal = kv_len >= 0
+        if CAUSAL == 2:
+            row_causal = tl.load(causal_ptr + row) != 0
+        prefix, lo, hi = token_intervals(
+            pos, kv_len, span_start, span_end, prefix_len, row_causal, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, RSWA
+        )
     page = tile_pages(
         row_table_ptr, tile_of(begin, head_tiles, start_tile), begin < end, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, BLOCK_N
     )  # fmt: skip
@@ -209,9 +232,6 @@ def paged_attention(
         score_scale = score_scale * tl.load(k_scale_ptr + kv_head * SCALE_BY_HEAD)
     if not SOFTCAP:
         score_scale = score_scale * LOG2E
-    out_scale = 1.0
-    if v_scale_ptr is not None:
-        out_scale = tl.load(v_scale_ptr + kv_head * SCALE_BY_HEAD)
     k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
     v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
 
@@ -220,17 +240,19 @@ def paged_attention(
     q_block = tl.load(item_ptr + 1)
     begin = tl.load(item_ptr + 2)
     end = tl.load(item_ptr + 3)
-    head_tiles = tl.load(item_ptr + 4)
+    head_tiles = 0
     start_tile = tl.load(item_ptr + 5)
     full_begin = tl.load(item_ptr + 6)
     full_end = tl.load(item_ptr + 7)
-    prefix_max = tl.load(item_ptr + 8)
+    prefix_max = 0
+    if RSWA > 0:
+        head_tiles = tl.load(item_ptr + 4)
+        prefix_max = tl.load(item_ptr + 8)
     lo_min = tl.load(item_ptr + 9)
     hi_max = tl.load(item_ptr + 10)
     first_token = tl.load(item_ptr + 11)
     q_len = tl.load(item_ptr + 12)
     kv_len = tl.load(item_ptr + 13)
-    slot = tl.load(item_ptr + 14)
 
     # The Q block: row m is query head m % GROUP of token m // GROUP.
     m = tl.arange(0, BLOCK_M)
@@ -249,26 +271,6 @@ def paged_attention(
     if ALIBI > 0:
         slope = tl.load(slopes_ptr + head, mask=valid, other=0.0) * LOG2E
 
-    # What its tokens see.
-    span_start = tl.zeros_like(pos)
-    span_end = tl.zeros_like(pos)
-    group = tl.zeros_like(pos) - 1
-    num_spans = kv_len * 0
-    spans_ptr = row_spans_ptr
-    if SPANS > 0:
-        spans_at = tl.load(row_span_start_ptr + row)
-        num_spans = tl.load(row_span_start_ptr + row + 1) - spans_at
-        spans_ptr += spans_at * 3
-        span_start, span_end, group = own_spans(pos, kv_len, spans_ptr, num_spans)
-    prefix_len = kv_len * 0
-    if RSWA > 0:
-        prefix_len = tl.load(prefix_lens_ptr + row)
-    row_causal = kv_len >= 0
-    if CAUSAL == 2:
-        row_causal = tl.load(causal_ptr + row) != 0
-    prefix, lo, hi = token_intervals(
-        pos, kv_len, span_start, span_end, prefix_len, row_causal, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, RSWA
-    )
     row_table_ptr = table_ptr
     first_key = kv_len * 0
     if PAGE_SIZE == 0:
@@ -284,24 +286,27 @@ def paged_attention(
         stage_begin = begin if stage == 0 else (full_begin if stage == 1 else full_end)
         stage_end = end if not STAGED or stage == 2 else (full_begin if stage == 0 else full_end)
         acc, top, total = _attend(
-            q, acc, top, total, stage_begin, stage_end, head_tiles, start_tile, prefix, lo, hi, prefix_max, lo_min, hi_max, pos, group, slope,
-            kv_len, spans_ptr, num_spans, k_head_ptr, v_head_ptr, k_descriptor, v_descriptor, row_table_ptr, first_key, kv_head,
-            stride_k_page, stride_k_key, stride_v_page, stride_v_key, score_scale, softcap, stage != 1, PREFETCH, SWAP, PAGE_SIZE, HEAD_SIZE,
-            V_HEAD_SIZE, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FOLD, FP8, FP8_NATIVE, DTYPE, BLOCK_N, BLOCK_D, BLOCK_DV,
+            q, acc, top, total, stage_begin, stage_end, head_tiles, start_tile, prefix_max, lo_min, hi_max, pos, slope, row, kv_len,
+            prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr, k_head_ptr, v_head_ptr, k_descriptor, v_descriptor, row_table_ptr,
+            first_key, kv_head, stride_k_page, stride_k_key, stride_v_page, stride_v_key, score_scale, softcap, stage != 1, PREFETCH and (stage == 1 or not STAGED), SWAP,
+            PAGE_SIZE, HEAD_SIZE, V_HEAD_SIZE, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FOLD,
+            FP8, FP8_NATIVE, DTYPE, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
 
     # The result, or this part's state for combine. Sinks join once: here, or there.
-    # Places are computed anew, so that they take no registers in between.
-    first_row = q_block * BLOCK_Q
-    valid = (m // GROUP < q_len - first_row) & (m < BLOCK_Q * GROUP)
-    out_row = (first_token + first_row + m // GROUP).to(tl.int64)
+    # Places are read and computed anew, so that they take no registers in between.
+    first_row = tl.load(item_ptr + 1) * BLOCK_Q
+    valid = (m // GROUP < tl.load(item_ptr + 12) - first_row) & (m < BLOCK_Q * GROUP)
+    out_row = (tl.load(item_ptr + 11) + first_row + m // GROUP).to(tl.int64)
     head = kv_head.to(tl.int64) * GROUP + m % GROUP
     dv = tl.arange(0, BLOCK_DV)
     if SWAP:
         acc = tl.trans(acc)
         total = tl.sum(total, axis=1)
     out_mask = valid[:, None] & (dv[None, :] < V_HEAD_SIZE)
-    acc = acc * out_scale
+    if v_scale_ptr is not None:
+        acc = acc * tl.load(v_scale_ptr + kv_head * SCALE_BY_HEAD)
+    slot = tl.load(item_ptr + 14)
     if slot < 0:
         if sinks_ptr is not None:
             top, total, correction = merge_sink(top, total, tl.load(sinks_ptr + head, mask=valid, other=0.0))

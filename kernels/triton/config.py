@@ -17,6 +17,7 @@ class LaunchConfig:
         part: tiles of a part at the least.
         staged: whether tiles that need no mask get a loop of their own (worth its code for long prefill only).
         prefetch: whether page ids are read one tile ahead (pays where arithmetic, not memory, is the limit).
+        descriptors: whether tensor descriptors copy the tiles where the device has them and a page holds the tile.
         swap: whether keys and values, not queries, lie along the long side of the matrix unit, which takes 64 rows or more on Hopper.
         source: the measurement or reason behind the row of the table.
     """
@@ -29,6 +30,7 @@ class LaunchConfig:
     part: int
     staged: bool
     prefetch: bool
+    descriptors: bool
     swap: bool
     source: str
 
@@ -42,45 +44,68 @@ class Target:
     shared_memory: int
 
 
+def _tile(m: int, n: int, warps: int, stages: int, programs: int, flags: str, source: str, part: int = 1) -> LaunchConfig:
+    """Flags: S staged, P prefetch, W swap, - no descriptors."""
+    return LaunchConfig(m, n, warps, stages, programs, part, "S" in flags, "P" in flags, "-" not in flags, "W" in flags, source)
+
+
+_PART = 8
+"""Tiles of a part in prefill: many rows are merged there."""
 _ROWS = "128 rows a tile, whose accumulator 8 warps hold without spilling"
 _MEMORY = "one 16-row tile holds a group of heads; decode is bound by memory"
 _SHARED = "several tokens share each key that is read"
 _WIDE = "no spills on sm80, sm90 and gfx942, where twice the keys or rows do spill"
 _SCALAR = "true fp32 runs on the scalar units: larger tiles only spill"
-
-
-def _prefill(m: int, n: int, warps: int, stages: int, source: str, programs: int = 1) -> LaunchConfig:
-    return LaunchConfig(m, n, warps, stages, programs, 8, True, True, False, source)
-
-
-def _decode(m: int, n: int, warps: int, stages: int, source: str, programs: int = 4) -> LaunchConfig:
-    return LaunchConfig(m, n, warps, stages, programs, 2, False, False, False, source)
-
+_H200 = "sweep on an H200, 2026-11-30: docs/performance.md"
 
 _TABLE: dict[tuple[str, int, int], LaunchConfig] = {
     # kind, bytes of the compute dtype, head size at most
-    ("prefill", 2, 64): _prefill(128, 64, 8, 2, _ROWS),
-    ("prefill", 2, 128): _prefill(64, 64, 8, 2, _WIDE),
-    ("prefill", 2, 256): _prefill(64, 32, 8, 2, _WIDE),
-    ("prefill", 2, 512): _prefill(32, 32, 8, 2, _WIDE),
-    ("verify", 2, 64): _decode(64, 64, 4, 3, _SHARED),
-    ("verify", 2, 128): _decode(64, 32, 4, 3, _WIDE),
-    ("verify", 2, 256): _decode(32, 32, 8, 2, _WIDE),
-    ("verify", 2, 512): _decode(32, 32, 8, 2, _WIDE),
-    ("decode", 2, 64): _decode(16, 64, 4, 3, _MEMORY),
-    ("decode", 2, 128): _decode(16, 64, 4, 3, _MEMORY),
-    ("decode", 2, 256): _decode(16, 32, 4, 3, _WIDE),
-    ("decode", 2, 512): _decode(16, 32, 8, 2, _WIDE),
-    ("prefill", 4, 64): _prefill(32, 32, 8, 1, _SCALAR),
-    ("prefill", 4, 128): _prefill(32, 16, 4, 1, _SCALAR),
-    ("prefill", 4, 256): _prefill(32, 16, 8, 1, _SCALAR),
-    ("prefill", 4, 512): _prefill(16, 16, 8, 1, _SCALAR),
-    ("decode", 4, 64): _decode(16, 32, 4, 1, _SCALAR),
-    ("decode", 4, 128): _decode(16, 16, 4, 1, _SCALAR),
-    ("decode", 4, 256): _decode(16, 16, 4, 1, _SCALAR),
-    ("decode", 4, 512): _decode(16, 16, 8, 1, _SCALAR),
+    ("prefill", 2, 64): _tile(128, 64, 8, 2, 1, "SP", _ROWS, _PART),
+    ("prefill", 2, 128): _tile(64, 64, 8, 2, 1, "SP", _WIDE, _PART),
+    ("prefill", 2, 256): _tile(64, 32, 8, 2, 1, "SP", _WIDE, _PART),
+    ("prefill", 2, 512): _tile(32, 32, 8, 2, 1, "SP", _WIDE, _PART),
+    ("verify", 2, 64): _tile(64, 64, 4, 3, 2, "", _SHARED),
+    ("verify", 2, 128): _tile(64, 32, 4, 3, 2, "", _WIDE),
+    ("verify", 2, 256): _tile(32, 32, 8, 2, 2, "", _WIDE),
+    ("verify", 2, 512): _tile(32, 32, 8, 2, 1, "", _WIDE),
+    ("decode", 2, 64): _tile(16, 64, 4, 3, 4, "", _MEMORY),
+    ("decode", 2, 128): _tile(16, 64, 4, 3, 3, "", _MEMORY),
+    ("decode", 2, 256): _tile(16, 32, 4, 3, 2, "", _WIDE),
+    ("decode", 2, 512): _tile(16, 32, 8, 2, 1, "", _WIDE),
+    ("prefill", 4, 64): _tile(32, 32, 8, 1, 2, "SP", _SCALAR, _PART),
+    ("prefill", 4, 128): _tile(32, 16, 4, 1, 2, "SP", _SCALAR, _PART),
+    ("prefill", 4, 256): _tile(32, 16, 8, 1, 1, "SP", _SCALAR, _PART),
+    ("prefill", 4, 512): _tile(16, 16, 8, 1, 1, "SP", _SCALAR, _PART),
+    ("decode", 4, 64): _tile(16, 32, 4, 1, 4, "", _SCALAR),
+    ("decode", 4, 128): _tile(16, 16, 4, 1, 4, "", _SCALAR),
+    ("decode", 4, 256): _tile(16, 16, 4, 1, 2, "", _SCALAR),
+    ("decode", 4, 512): _tile(16, 16, 8, 1, 1, "", _SCALAR),
 }
-_FROM_SHARED = _prefill(128, 64, 8, 3, _ROWS)
+_HOPPER: dict[tuple[str, int, int], LaunchConfig] = {
+    # kind, bytes of the cache's dtype, head size at most; the compute dtype has two
+    ("prefill", 2, 64): _tile(128, 64, 8, 2, 2, "SP", _H200, _PART),
+    ("prefill", 2, 128): _tile(128, 64, 8, 3, 1, "SP", _H200, _PART),
+    ("prefill", 2, 256): _tile(128, 64, 8, 2, 1, "SP-", _H200, _PART),
+    ("prefill", 2, 512): _tile(64, 32, 8, 2, 1, "SP", _H200, _PART),
+    ("verify", 2, 64): _tile(64, 64, 4, 3, 3, "SP", _H200),
+    ("verify", 2, 128): _tile(64, 64, 4, 3, 2, "SP", _H200),
+    ("few", 2, 64): _tile(32, 128, 4, 3, 2, "SPW", _H200),
+    ("few", 2, 128): _tile(32, 64, 4, 3, 2, "SPW", _H200),
+    ("decode", 2, 64): _tile(16, 128, 4, 3, 2, "SPW", _H200),
+    ("decode", 2, 128): _tile(16, 64, 4, 3, 2, "SPW", _H200),
+    ("decode", 2, 256): _tile(16, 64, 4, 2, 1, "SP", _H200),
+    ("decode", 2, 512): _tile(16, 32, 4, 2, 1, "S", _H200),
+    ("prefill", 1, 128): _tile(128, 64, 8, 3, 1, "SP", _H200, _PART),
+    ("few", 1, 128): _tile(32, 32, 2, 3, 4, "SP", _H200),
+    ("decode", 1, 64): _tile(16, 64, 4, 3, 4, "SP", _H200),
+    ("decode", 1, 128): _tile(16, 64, 4, 3, 4, "SP", _H200),
+}
+_HOPPER_DESCRIBED: dict[tuple[str, int, int], LaunchConfig] = {
+    # the same, where a page holds the tile and a descriptor copies it
+    ("prefill", 2, 128): _tile(128, 128, 8, 3, 1, "SP", _H200, _PART),
+    ("decode", 2, 256): _tile(16, 64, 4, 3, 1, "SPW", _H200),
+}
+_FROM_SHARED = _tile(128, 64, 8, 2, 1, "SP", _ROWS, _PART)
 """Prefill at head size 128 where matrix units read their operands from shared memory."""
 
 
@@ -103,16 +128,15 @@ def launch_config(
         element, kv_element: bytes of the compute dtype and of the cache's.
         page_size: keys a page; 0 for packed keys.
     """
-    d, dv = power_of_two(head_size), power_of_two(v_head_size)
     least = smallest_tile(group)
     rows = power_of_two(max_query_len * group)
     kind = "prefill" if not decode else "decode" if rows <= 16 or element == 4 else "verify"
-    size = next((size for size in (64, 128, 256) if max(d, dv) <= size), 512)
-    config = _TABLE[kind, element, size]
+    size = next((size for size in (64, 128, 256) if max(power_of_two(head_size), power_of_two(v_head_size)) <= size), 512)
+    config = (
+        _measured(target, "few" if kind == "verify" and rows <= 32 else kind, size, element, kv_element, page_size) or _TABLE[kind, element, size]
+    )
     if kind == "verify":
         config = replace(config, block_m=min(rows, config.block_m))
-    if (kind, size) == ("prefill", 128) and kv_element == element == 2 and reads_shared(target):
-        config = _FROM_SHARED
     if target.type == "rocm":  # loads go through registers there, and bytes take more of them
         keys = 16 if size == 512 else config.block_n // 2 if kv_element < element == 2 else config.block_n
         warps = 4 if size == 512 and (element == 4 or kind == "decode" or kv_element < element) else config.num_warps
@@ -133,6 +157,18 @@ def launch_config(
     return config
 
 
+def _measured(target: Target, kind: str, size: int, element: int, kv_element: int, page_size: int) -> LaunchConfig | None:
+    """What was found by measurement on the target, if anything was."""
+    if element != 2:
+        return None
+    if not target.arch.startswith("sm90"):
+        return _FROM_SHARED if (kind, size, kv_element) == ("prefill", 128, 2) and reads_shared(target) else None
+    described = _HOPPER_DESCRIBED.get((kind, kv_element, size))
+    if described is not None and page_size and page_size % described.block_n == 0:
+        return described
+    return _HOPPER.get((kind, kv_element, size))
+
+
 def reads_shared(target: Target) -> bool:
     """Whether matrix units read tiles where they lie in shared memory (wgmma, tcgen05), not from registers."""
     return target.arch.startswith(("sm90", "sm10"))
@@ -140,7 +176,7 @@ def reads_shared(target: Target) -> bool:
 
 def smallest_tile(group: int) -> LaunchConfig:
     """What is tried last: the group's heads times 16 keys, without pipelining."""
-    return LaunchConfig(power_of_two(group), 16, 4, 1, 1, 2, False, False, False, "the least that the matrix units take")
+    return _tile(power_of_two(group), 16, 4, 1, 1, "", "the least that the matrix units take")
 
 
 def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_size: int, element: int, kv_element: int) -> int:
@@ -151,11 +187,14 @@ def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_s
     d, dv, m, n = power_of_two(head_size), power_of_two(v_head_size), config.block_m, config.block_n
     wide = max(element, kv_element)
     q, weights, k, v = m * d * element, m * n * element, n * d * wide, n * dv * wide
+    whole = reads_shared(target) and (m >= 64 or config.swap)  # the product is of whole tiles where they lie
     if config.num_stages == 1:
         tiles = max(k, v)  # one after the other in the same place
     else:
         # a stage that is read where it lies is free only when its product is done
-        tiles = (k + v) * (config.num_stages if m >= 64 and reads_shared(target) else config.num_stages - 1)
+        tiles = (k + v) * (config.num_stages if whole else config.num_stages - 1)
     if target.type == "rocm" and config.num_stages == 1:
         return max(q, tiles) + weights + 1024  # everything passes through on its way to registers
+    if whole and not config.swap and element == 2 and target.arch.startswith("sm90"):
+        weights = 0  # wgmma takes them from registers
     return max(q + weights + tiles + 1024, m * dv * 4)

@@ -101,35 +101,9 @@ def tile_mask(
 
 
 @triton.jit
-def group_bounds(group, lo_min, hi_max, kv_len, row_spans_ptr, num_spans):
-    """The Q block's bounds, widened to every span of a group that one of its tokens belongs to."""
-    for i in range(num_spans):
-        start = tl.load(row_spans_ptr + 3 * i)
-        end = tl.minimum(tl.load(row_spans_ptr + 3 * i + 1), kv_len)
-        which = tl.load(row_spans_ptr + 3 * i + 2)
-        mine = (tl.max(((group == which) & (group >= 0)).to(tl.int32), axis=0) > 0) & (start < end)
-        lo_min = tl.where(mine, tl.minimum(lo_min, start), lo_min)
-        hi_max = tl.where(mine, tl.maximum(hi_max, end), hi_max)
-    return lo_min, hi_max
-
-
-@triton.jit
 def tile_bounds(prefix_max, lo_min, hi_max, BLOCK_N: tl.constexpr):
     """``(head, start, count)``: the Q block reads tiles ``[0, head)``, then ``[start, start + count - head)``. The gap is never read."""
     head = (prefix_max + BLOCK_N - 1) // BLOCK_N
     start = tl.maximum(lo_min // BLOCK_N, head)
     end = (hi_max + BLOCK_N - 1) // BLOCK_N
     return head, start, head + tl.maximum(end - start, 0)
-
-
-@triton.jit
-def part_of(count, part, parts, CUT_TILES: tl.constexpr):
-    """The half-open range of a work item among the ``count`` tiles of its Q block.
-
-    ``CUT_TILES`` of 0 cuts evenly into ``parts``. Otherwise every part has ``CUT_TILES`` tiles as far as there are any, whatever
-    else is in the batch, so that the bits of a row depend on the row alone. The last part takes what a schedule left over.
-    """
-    if CUT_TILES > 0:
-        begin = tl.minimum(part * CUT_TILES, count)
-        return begin, tl.where(part == parts - 1, count, tl.minimum(begin + CUT_TILES, count))
-    return count * part // parts, count * (part + 1) // parts

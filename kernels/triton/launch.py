@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnmux.kernels.triton.attention import paged_attention
 from attnmux.kernels.triton.combine import combine, merge
 from attnmux.kernels.triton.config import LaunchConfig, power_of_two
-from attnmux.kernels.triton.plan import FEW, ITEM, plan_step
+from attnmux.kernels.triton.plan import plan_step
 from attnmux.kernels.triton.write import write_cache
 
 FP8_FORMATS: dict[torch.dtype, int] = {
@@ -184,7 +184,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, ro
     block_d, block_dv = power_of_two(q.shape[2]), power_of_two(out.shape[2])
     k_page, k_key, k_head = _strides(k)
     v_page, v_key, v_head = _strides(v)
-    described = features.descriptors and features.page_size > 0 and features.page_size % config.block_n == 0
+    described = features.descriptors and config.descriptors and features.page_size > 0 and features.page_size % config.block_n == 0
     described = described and describable(k, block_d) and describable(v, block_dv)
     paged_attention[(work.items.shape[0] * kv_heads,)](
         q_ptr=_bytes(q),
@@ -310,7 +310,18 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
     if out.numel():
         with _on(out.device):
             merge[(tokens * heads,)](
-                outs, lses, sinks, out, lse, states, tokens * heads, HEADS=heads, V_HEAD_SIZE=size, BLOCK_P=4, BLOCK_DV=power_of_two(size), num_warps=1
+                outs,
+                lses,
+                sinks,
+                out,
+                lse,
+                states,
+                tokens * heads,
+                HEADS=heads,
+                V_HEAD_SIZE=size,
+                BLOCK_P=4,
+                BLOCK_DV=power_of_two(size),
+                num_warps=1,
             )
     return out, lse
 

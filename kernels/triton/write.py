@@ -8,7 +8,7 @@ import triton.language as tl
 from attnmux.kernels.triton.values import encode_fp8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots_ptr", "scale_ptr"])
 def write_cache(
     new_ptr,  # [tokens, Hkv, SIZE]
     cache_ptr,  # pages or packed; fp8 as uint8

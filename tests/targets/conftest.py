@@ -22,7 +22,9 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs triton")
 
-from attnmux.backends._triton_step import features_of  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+from attnmux.backends._triton_step import features_of, room_for  # noqa: E402
 from attnmux.dispatch.device import Device  # noqa: E402
 from attnmux.dispatch.devices import resolve  # noqa: E402
 from attnmux.dispatch.registry import Registry  # noqa: E402
@@ -133,7 +135,7 @@ def gpus() -> dict[str, Device]:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     """The launcher's kernels by name, none of which runs."""
-    found = {name: Recorder(getattr(launch, name)) for name in ("paged_attention", "combine", "merge", "write_cache")}
+    found = {name: Recorder(getattr(launch, name)) for name in ("plan_step", "paged_attention", "combine", "merge", "write_cache")}
     for name, recorder in found.items():
         monkeypatch.setattr(launch, name, recorder)
     return found
@@ -141,9 +143,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
 
 @pytest.fixture
 def compile_attention(gpus: dict[str, Device], recorded: dict[str, Recorder], record_property: Callable[[str, Any], None]) -> Callable[..., Compiled]:
-    """``compile_attention(target, variant, kind, spec)``: both kernels of a launch; returns the report on the first."""
+    """``compile_attention(target, variant, kind, spec)``: the kernels of a step; returns the report on the attention kernel."""
 
-    def compile_both(target: str, variant: str, kind: str, spec: AttentionSpec) -> Compiled:
+    def compile_all(target: str, variant: str, kind: str, spec: AttentionSpec) -> Compiled:
         device = gpus[target]
         where = Target(device.type, device.arch, device.shared_memory)
         sizes = (spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize)
@@ -154,13 +156,14 @@ def compile_attention(gpus: dict[str, Device], recorded: dict[str, Recorder], re
         kernel = compiled(target, recorded["paged_attention"])
         seconds = time.perf_counter() - start
         compiled(target, recorded["combine"])
+        compiled(target, recorded["plan_step"])
         tile = f"{config.block_m}x{config.block_n}, {config.num_warps}, {config.num_stages}"
         predicted = shared_memory(where, config, *sizes)
         found = Compiled(target, variant, kind, tile, kernel.metadata.shared, predicted, where.shared_memory, *resources(target, kernel), seconds)
         record_property("compiled", json.dumps(asdict(found)))
         return found
 
-    return compile_both
+    return compile_all
 
 
 def _launch(spec: AttentionSpec, device: Device, config: LaunchConfig) -> None:
@@ -179,6 +182,7 @@ def _launch(spec: AttentionSpec, device: Device, config: LaunchConfig) -> None:
     out = torch.zeros(16, spec.num_q_heads, spec.v_head_size, dtype=spec.dtype)
     lse = torch.zeros(16, spec.num_q_heads) if spec.return_lse else None
     rows = launch.Rows(
+        16,
         ints(17),
         ints(16),
         ints(17) if spec.page_size is None else ints(16, 16),
@@ -188,13 +192,18 @@ def _launch(spec: AttentionSpec, device: Device, config: LaunchConfig) -> None:
         row_spans=ints(4, 3) if spec.mm_prefix else None,
         groups=spec.mm_prefix is not None,
     )
-    slots = torch.zeros(1, spec.num_kv_heads, config.block_m, spec.v_head_size)
-    work = launch.Work(ints(1, 5), ints(1, 4), 1, 1, slots, slots[..., 0].contiguous(), config, 32 if spec.batch_invariant else 0)
+    slots = torch.zeros(2, spec.num_kv_heads, config.block_m, spec.v_head_size)
+    cut = 32 if spec.batch_invariant else 0
+    room = room_for(16, 16, config.programs, spec.num_kv_heads, cut)
+    tables = room.tables(16, torch.device("cpu"))
+    work = launch.Work((1, 16), slot_out=slots, slot_lse=slots[..., 0].contiguous(), config=config, room=room.at_once, cut_tiles=cut, **tables)
     scale = torch.ones(spec.num_kv_heads if spec.kv_scale == "head" else 1) if spec.kv_scale else None
     heads = torch.zeros(spec.num_q_heads)
     q_scale = None if spec.q_dtype == spec.dtype else torch.ones(1)
     layer = launch.Layer(heads if spec.sinks else None, heads if spec.alibi else None, q_scale, scale, scale)
-    launch.attend(q, k, v, out, lse, rows, work, features_of(spec, device), layer)
+    features = features_of(spec, device)
+    launch.plan(rows, work, features, spec.group)
+    launch.attend(q, k, v, out, lse, rows, work, features, layer)
 
 
 def compiled(target: str, recorder: Recorder) -> Any:
@@ -205,6 +214,8 @@ def compiled(target: str, recorder: Recorder) -> Any:
         value = arguments.pop(name)
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not parameter.do_not_specialize):
             signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype][1:]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[name] = TYPES[value.dtype]
             if not parameter.do_not_specialize_on_alignment:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from attnmux.kernels.masks import Sight
-from attnmux.kernels.triton.intervals import group_bounds, own_spans, part_of, tile_bounds, tile_mask, token_intervals
+from attnmux.kernels.triton.intervals import own_spans, tile_bounds, tile_mask, token_intervals
 
 KEYS = 32
 SPANS = [(2, 5, -1), (7, 11, 0), (11, 14, 1), (16, 20, 0), (28, 40, -1)]
@@ -77,22 +77,6 @@ def test_mask_is_the_definition(name, kv_len, device, ints):
 
 
 @triton.jit
-def _bounds(group_ptr, out_ptr, lo_min, hi_max, kv_len, spans_ptr, num_spans, M: tl.constexpr):
-    lo, hi = group_bounds(tl.load(group_ptr + tl.arange(0, M)), lo_min, hi_max, kv_len, spans_ptr, num_spans)
-    tl.store(out_ptr, lo)
-    tl.store(out_ptr + 1, hi)
-
-
-@pytest.mark.parametrize(
-    ("groups", "want"), [([-1] * 16, (9, 12)), ([-1] * 15 + [0], (7, 20)), ([1] + [-1] * 15, (9, 14)), ([0, 1] * 8, (7, 20)), ([2] * 16, (9, 23))]
-)
-def test_group_bounds_reach_every_span_of_a_group(groups, want, device, ints):
-    out = ints([-1, -1])
-    _bounds[(1,)](ints(groups), out, 9, 12, 23, ints([*SPANS, (21, 60, 2), (23, 50, 2)]), len(SPANS) + 2, 16)
-    assert tuple(out.tolist()) == want
-
-
-@triton.jit
 def _tiles(inputs_ptr, out_ptr, count, BLOCK_N: tl.constexpr, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)
     load = inputs_ptr + i
@@ -112,27 +96,3 @@ def test_tiles_read_are_those_with_a_visible_key(device):
         read = [i if i < head else start + i - head for i in range(count)]
         visible = {key // 4 for key in range(16) if key < prefix or lo <= key < hi}
         assert read == sorted(visible), (prefix, lo, hi)
-
-
-@triton.jit
-def _parts(counts_ptr, parts_ptr, index_ptr, out_ptr, CUT: tl.constexpr, SIZE: tl.constexpr):
-    i = tl.arange(0, SIZE)
-    begin, end = part_of(tl.load(counts_ptr + i), tl.load(index_ptr + i), tl.load(parts_ptr + i), CUT)
-    tl.store(out_ptr + i, begin)
-    tl.store(out_ptr + SIZE + i, end)
-
-
-@pytest.mark.parametrize("cut", [0, 1, 3])
-def test_parts_cover_every_tile_once(cut, device, ints):
-    cases = [(count, parts) for count in (0, 1, 2, 5, 9, 40) for parts in (1, 2, 3, 7)]
-    flat = [(count, parts, part) for count, parts in cases for part in range(parts)]
-    flat += [(0, 1, 0)] * (512 - len(flat))
-    counts, parts, index = zip(*flat, strict=True)
-    out = torch.empty((2, 512), dtype=torch.int32, device=device)
-    _parts[(1,)](ints(counts), ints(parts), ints(index), out, cut, 512)
-    ranges = dict(zip(flat, out.T.tolist(), strict=True))
-    for count, parts in cases:
-        covered = [tile for part in range(parts) for tile in range(*ranges[count, parts, part])]
-        assert covered == list(range(count)), (count, parts)
-        for part in range(parts - 1 if cut else 0):  # fixed places, however many parts the host thought of
-            assert ranges[count, parts, part] == [min(part * cut, count), min((part + 1) * cut, count)]

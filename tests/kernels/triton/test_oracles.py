@@ -186,23 +186,35 @@ def test_rows_without_a_token_in_a_span_bring_no_spans(machine, device):
         {"page_size": None, "kv_dtype": torch.float8_e5m2, "kv_scale": "head"},
         {"attn_type": "encoder_only"},
         {"rswa_window": 4},
+        {"batch_invariant": True},
     ],
     ids=lambda c: "-".join(c) or "plain",
 )
-def test_warmup_launches_everything_the_limits_reach(changes, machine, monkeypatch):
+def test_warmup_launches_everything_the_limits_reach(changes, machine, device, monkeypatch):
     from attnmux.kernels.triton import launch
 
-    seen: list[tuple[int, int, bool]] = []
-    inner = launch._attend
+    monkeypatch.setattr("attnmux.backends.triton_backend.INVARIANT_CUT_KEYS", 32)
+    spec, limits = PLAIN.replace(**changes), Limits(4, 64, 200, 32)
+    backend = TritonBackend(spec, machine, {"programs": 4})
+    backend.limits = limits
+    seen: dict[str, set[tuple]] = {"_attend": set(), "_combine": set()}
 
-    def spy(*args):
-        work, rows, merges = args[6], args[5], args[-1]
-        seen.append((work.config.block_m, int(rows.groups), rows.row_spans is not None, merges > 0))
-        inner(*args)
+    def spy(name):
+        inner = getattr(launch, name)
 
-    monkeypatch.setattr(launch, "_attend", spy)
-    backend = TritonBackend(PLAIN.replace(**changes), machine, {"programs": 64})
-    backend.warmup(Limits(4, 64, 200, 32))
-    assert {cut for *_, cut in seen} == {True}  # the merging kernel too
-    if "mm_prefix" in changes:
-        assert {(spans, groups) for _, groups, spans, _ in seen} == {(False, 0), (True, 0), (True, 1)}
+        def launched(*args):
+            rows = next((arg for arg in args if isinstance(arg, launch.Rows)), None)
+            config = next(arg for arg in args if isinstance(arg, launch.Work)).config
+            seen[name].add((config,) if rows is None else (config, rows.row_spans is not None, rows.groups))
+            inner(*args)
+
+        monkeypatch.setattr(launch, name, launched)
+
+    for name in seen:
+        spy(name)
+    backend.warmup(limits)
+    spans = ((False, False), (True, False), (True, True)) if spec.mm_prefix else ((False, False),)
+    plans = [backend.plan(make_case(spec, (Row(n, n),), device=device).batch, None, None) for n in (1, 2, 3, 5, 8, 9, 16, 17, 32)]
+    reached = [work for state in plans for work in state.work.values()]
+    assert seen["_attend"] == {(work.config, *form) for work in reached for form in spans}
+    assert seen["_combine"] == {(work.config,) for work in reached if work.slot_lse.shape[0]} != set()  # the merging kernel too

@@ -93,65 +93,73 @@ def test_alibi_bias(sqrt, device):
 
 
 @triton.jit
-def _softmax(score_ptr, out_ptr, TILES: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+def _softmax(score_ptr, out_ptr, scale, TILES: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     m, n = tl.arange(0, M), tl.arange(0, N)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     held = tl.zeros([M], tl.float32)  # sum of weights * key, carried as the accumulator is
     for tile in tl.static_range(TILES):
         score = tl.load(score_ptr + m[:, None] * (TILES * N) + tile * N + n[None, :])
-        weights, top, total, correction = softmax_step(score, top, total)
+        weights, top, correction = softmax_step(score, scale, top)
+        total = total * correction + tl.sum(weights, axis=1)
         held = held * correction + tl.sum(weights * (tile * N + n).to(tl.float32)[None, :], axis=1)
     tl.store(out_ptr + m, top)
     tl.store(out_ptr + M + m, total)
     tl.store(out_ptr + 2 * M + m, held)
 
 
-def test_softmax_steps_add_up(device):
+@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-4])
+def test_softmax_steps_add_up(scale, device):
     score = torch.randn(16, 48) * 20
     score[0] = -INF  # sees nothing
     score[1, :40] = -INF  # starts late
     score[2, 8:] = -INF
     score[3] = -1e4
     out = torch.empty((3, 16), device=device)
-    _softmax[(1,)](score.to(device), out, 3, 16, 16)
+    _softmax[(1,)](score.to(device), out, scale, 3, 16, 16)
     top, total, held = out.cpu().double()
-    assert torch.equal(top, score.amax(1).double())
+    assert torch.equal(top, (score.amax(1) * scale).double())
     assert float(total[0]) == float(held[0]) == 0.0
-    weights = torch.exp2(score[1:].double() - score[1:].amax(1, keepdim=True).double())
+    scaled = score[1:].double() * torch.tensor(scale).double()
+    weights = torch.exp2(scaled - scaled.amax(1, keepdim=True))
     torch.testing.assert_close(total[1:], weights.sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(held[1:], (weights * torch.arange(48)).sum(1), rtol=1e-5, atol=0)
 
 
 @triton.jit
-def _merge(states_ptr, lses_ptr, sinks_ptr, out_ptr, STATES: tl.constexpr, SINK: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
-    m, d = tl.arange(0, M), tl.arange(0, D)
-    at = m[:, None] * D + d[None, :]
-    acc = tl.zeros([M, D], tl.float32)
-    top = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    for i in tl.static_range(STATES):
-        acc, top, total = merge_step(acc, top, total, tl.load(states_ptr + i * M * D + at), tl.load(lses_ptr + i * M + m))
+def _merge(states_ptr, lses_ptr, sinks_ptr, out_ptr, states, SINK: tl.constexpr, P: tl.constexpr, M: tl.constexpr, D: tl.constexpr):
+    m, d = tl.program_id(0), tl.arange(0, D)
+    acc = tl.zeros([D], tl.float32)
+    top = tl.cast(float("-inf"), tl.float32)
+    total = tl.cast(0.0, tl.float32)
+    for at in range(0, states, P):
+        state = at + tl.arange(0, P)
+        lses = tl.load(lses_ptr + state * M + m, mask=state < states, other=float("-inf"))
+        acc, top, total = merge_step(acc, top, total, tl.load(states_ptr + (state * M + m)[:, None] * D + d[None, :]), lses)
     if SINK:
-        acc, top, total = merge_sink(acc, top, total, sinks_ptr, m, m < M - 1)
-    tl.store(out_ptr + at, acc / tl.where(total == 0.0, 1.0, total)[:, None])
+        top, total, correction = merge_sink(top, total, tl.load(sinks_ptr + m))
+        acc = acc * correction
+    tl.store(out_ptr + m * D + d, acc / tl.where(total == 0.0, 1.0, total))
     tl.store(out_ptr + M * D + m, top + tl.log2(total))
 
 
+@pytest.mark.parametrize("side_by_side", [1, 2, 8])
 @pytest.mark.parametrize("sink", [False, True])
-def test_merge_steps_add_up(sink, device):
-    states, lses, sinks = torch.randn(3, 16, 16), torch.randn(3, 16) * 10, torch.randn(16)
+def test_merge_steps_add_up(sink, side_by_side, device):
+    states, lses, sinks = torch.randn(8, 16, 16), torch.randn(8, 16) * 10, torch.randn(16)
     lses[:, 0] = -INF
-    lses[1, 1] = lses[0, 2] = -INF
+    lses[:5, 1] = lses[0, 2] = lses[1:, 3] = -INF
+    lses[:, 4], sinks[5] = -1e4, 40.0  # far below its sink, whose exponential is all that is left
+    sinks[6] = -INF
     states[lses == -INF] = math.nan  # an empty state may hold anything
+    states[5:], lses[5:] = math.nan, math.nan  # what is behind the last state is not read
     out = torch.empty(16 * 16 + 16, device=device)
-    _merge[(1,)](states.to(device), lses.to(device), sinks.to(device), out, 3, sink, 16, 16)
+    _merge[(16,)](states.to(device), lses.to(device), sinks.to(device), out, 5, sink, side_by_side, 16, 16)
+    states, lses = states[:5], lses[:5]
     logits = lses.double() * math.log(2)
     values = torch.where((lses == -INF)[..., None], 0.0, states.double())
     if sink:
-        added = sinks.double()
-        added[15] = 0.0  # not valid: loaded as 0
-        logits, values = torch.cat([logits, added[None]]), torch.cat([values, torch.zeros(1, 16, 16, dtype=torch.float64)])
+        logits, values = torch.cat([logits, sinks.double()[None]]), torch.cat([values, torch.zeros(1, 16, 16, dtype=torch.float64)])
     total = torch.logsumexp(logits, 0)
     weights = torch.exp(logits - torch.where(total == -INF, 0.0, total))
     torch.testing.assert_close(out[:256].view(16, 16).cpu().double(), (weights[..., None] * values).sum(0), rtol=1e-5, atol=1e-6)

@@ -66,7 +66,7 @@ def test_nothing_to_write(machine, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("states", "tokens", "sink"), [(3, 5, False), (2, 4, True), (1, 1, False)])
+@pytest.mark.parametrize(("states", "tokens", "sink"), [(3, 5, False), (2, 4, True), (1, 1, False), (9, 3, True), (9, 2, False)])
 def test_merge_states(states, tokens, sink, dtype, device):
     outs = torch.randn(states, tokens, 3, 24).to(dtype)
     lses = torch.randn(states, tokens, 3) * 8
