@@ -92,17 +92,12 @@ class Room:
     cut_tiles: int
 
     def tables(self, seqs: int, device: torch.device) -> dict[str, Tensor]:
-        """The tables that ``plan_step`` writes, uninitialised."""
-        shapes = {
-            "first": (seqs,),
-            "tiles": (self.units,),
-            "order": (self.units,),
-            "cuts": (self.units, 2),
-            "items": (self.items, launch.ITEM.value),
-            "count": (1,),
-            "merges": (self.merges,),
-        }
-        return {name: torch.empty(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()}
+        """The tables that ``plan_step`` writes, uninitialised, in one allocation; items lie on 16 bytes."""
+        width = launch.ITEM.value
+        sizes = {"items": self.items * width, "cuts": 2 * self.units, "first": seqs, "tiles": self.units, "order": self.units, "count": 1}
+        parts = torch.empty(sum(sizes.values()) + self.merges, dtype=torch.int32, device=device).split([*sizes.values(), self.merges])
+        tables = dict(zip((*sizes, "merges"), parts, strict=True))
+        return tables | {"items": tables["items"].view(-1, width), "cuts": tables["cuts"].view(-1, 2)}
 
 
 def room_for(units: int, tiles: int, programs: int, kv_heads: int, cut_tiles: int) -> Room:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,7 @@ class TritonBackend(Backend):
         self._multiprocessors = multiprocessors(self._torch_device)
         self._target = Target(device.type, device.arch, device.shared_memory)
         self._features = features_of(spec, device)
+        self._configs: dict[tuple[str, int], LaunchConfig] = {}
         self._scales: dict[float, Tensor] = {}
         self._owner: Any = None  # the stream that the workspace belongs to
 
@@ -53,25 +54,24 @@ class TritonBackend(Backend):
     def plan(self, batch: Batch, workspace: Tensor | None, previous: Any) -> State:
         earlier: State | None = None if self.limits is None else previous  # without limits nothing is captured, and tables grow
         stream, capturing = self._stream(), launch.capturing(self._torch_device)
-        if stream is not None and earlier is not None and not capturing:  # what still reads the tables must end before they change
+        if earlier is not None and stream is not None and not capturing:  # what still reads the tables must end before they change
             if earlier.stream != stream:
                 stream.wait_stream(earlier.stream)
             if earlier.used is not None:
                 stream.wait_event(earlier.used)
         self._owner = self._owner or stream
-        longest: dict[str, int] = {}
-        for length in batch.query_lens:
-            if length:
-                longest[self._kind(length)] = max(length, longest.get(self._kind(length), 0))
-        rows, work = self._rows(batch, earlier), {}
-        for kind in ("prefill", "decode"):
-            before = earlier.work.get(kind) if earlier else None
-            if kind in longest or before:
-                work[kind] = before or self._work(kind, longest[kind], batch, workspace if stream == self._owner else None)
-                launch.plan(rows, work[kind], self._features, self.spec.group)
+        rows, work = self._rows(batch, earlier), dict(earlier.work) if earlier else {}
+        for kind, longest in self._longest(batch.query_lens).items():
+            if kind not in work:
+                work[kind] = self._work(kind, longest, batch, workspace if stream == self._owner else None)
+        lens = launch.Lengths(batch.num_seqs, batch.query_start_loc, batch.seq_lens)
+        for each in work.values():
+            launch.plan(rows, lens, each, self._features, self.spec.group)
         if stream is None or capturing:  # what a graph records is no event for anyone else
             return State(rows, work, stream, earlier.ready if earlier else None)
-        return State(rows, work, stream, stream.record_event())
+        ready = earlier.ready if earlier and earlier.ready else torch.get_device_module(self._torch_device).Event()
+        ready.record(stream)
+        return State(rows, work, stream, ready)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: State, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
         q_scale = 1.0 if layer.q_scale is None and self.spec.q_dtype != self.spec.dtype else layer.q_scale
@@ -101,6 +101,15 @@ class TritonBackend(Backend):
 
     def _kind(self, query_len: int) -> str:
         return "decode" if query_len <= MAX_DECODE_TOKENS and self.spec.attn_type != "encoder_only" else "prefill"
+
+    def _longest(self, query_lens: Sequence[int]) -> dict[str, int]:
+        """Kinds of launches that rows of so many query tokens need, each with its longest row."""
+        top = max(query_lens, default=0)
+        if top and self._kind(top) == "decode":
+            return {"decode": top}
+        found = {"prefill": top} if top else {}
+        few = max((n for n in query_lens if n <= MAX_DECODE_TOKENS), default=0)
+        return found | ({self._kind(few): max(few, found.get(self._kind(few), 0))} if few else {})
 
     def _reachable(self, limits: Limits) -> dict[tuple[str, LaunchConfig], int]:
         """Every launch that batches within the limits can need, with a query length that leads to it. Longer rows are all alike."""
@@ -140,12 +149,15 @@ class TritonBackend(Backend):
 
     def _config(self, kind: str, max_query_len: int) -> LaunchConfig:
         spec = self.spec
-        if spec.batch_invariant:  # the tile of a row must not depend on its neighbours
-            max_query_len = MAX_DECODE_TOKENS
-        sizes = (spec.group, spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize, spec.page_size or 0)
-        found = launch_config(self._target, kind == "decode", max_query_len, *sizes)
+        # longer rows are all alike, and the tile of an invariant row must not depend on its neighbours
+        max_query_len = MAX_DECODE_TOKENS if spec.batch_invariant else min(max_query_len, MAX_DECODE_TOKENS + 1)
+        found = self._configs.get((kind, max_query_len))
         if found is None:
-            raise ValueError(complaint("head_size", spec.head_size, f"a tile that fits {self._target.shared_memory} bytes of shared memory"))
+            sizes = (spec.group, spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize, spec.page_size or 0)
+            found = launch_config(self._target, kind == "decode", max_query_len, *sizes)
+            if found is None:
+                raise ValueError(complaint("head_size", spec.head_size, f"a tile that fits {self._target.shared_memory} bytes of shared memory"))
+            self._configs[kind, max_query_len] = found
         return found
 
     def _room(self, kind: str, config: LaunchConfig, blocks: int, longest: int) -> Room:
@@ -180,27 +192,26 @@ class TritonBackend(Backend):
         assert table is not None  # checked with the batch
         limits, held = self.limits, earlier.rows if earlier else None
 
-        def own(new: Tensor, name: str, *shape: int) -> Tensor:
+        def own(new: Tensor, old: Tensor | None, *shape: int) -> Tensor:
             """With limits a graph may hold the buffer: ours, as large as the limits, and filled anew by every plan."""
-            if limits is None:
-                return new
-            buffer: Tensor | None = getattr(held, name) if held else None
-            if buffer is None:
-                buffer = torch.empty(shape, dtype=new.dtype, device=new.device)
+            buffer = torch.empty(shape, dtype=new.dtype, device=new.device) if old is None else old
+            if new.shape == buffer.shape:
+                return buffer.copy_(new, non_blocking=True)
             part = tuple(slice(min(n, m)) for n, m in zip(new.shape, shape, strict=True))  # a table may be wider than it need be
             buffer[part].copy_(new[part], non_blocking=True)
             return buffer
 
-        seqs = limits.max_num_seqs if limits else 0
-        columns = -(-limits.max_seq_len // (self.spec.page_size or 1)) if limits else 0
-        starts, row_spans, groups = span_tables(self.spec, batch)
+        prefix, causal = batch.prefix_lens, batch.causal
+        if limits is not None:
+            seqs, columns = limits.max_num_seqs, -(-limits.max_seq_len // (self.spec.page_size or 1))
+            table = own(table, held and held.table, *((seqs, columns) if table.dim() == 2 else (seqs + 1,)))
+            prefix = None if prefix is None else own(prefix, held and held.prefix_lens, seqs)
+            causal = None if causal is None else own(causal, held and held.causal, seqs)
+        starts, row_spans, groups = span_tables(self.spec, batch) if batch.mm_spans is not None else ([], [], False)
         return launch.Rows(
-            seqs=batch.num_seqs,
-            query_start_loc=own(batch.query_start_loc, "query_start_loc", seqs + 1),
-            seq_lens=own(batch.seq_lens, "seq_lens", seqs),
-            table=own(table, "table", *((seqs, columns) if table.dim() == 2 else (seqs + 1,))),
-            prefix_lens=None if batch.prefix_lens is None else own(batch.prefix_lens, "prefix_lens", seqs),
-            causal=None if batch.causal is None else own(batch.causal, "causal", seqs),
+            table=table,
+            prefix_lens=prefix,
+            causal=causal,
             row_span_start=self._to_device(starts) if row_spans else None,
             row_spans=self._to_device(row_spans) if row_spans else None,
             groups=groups,

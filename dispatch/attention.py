@@ -17,7 +17,7 @@ from attnmux.dispatch.batch_checks import check_batch, page_bounds
 from attnmux.dispatch.call_checks import check_run, check_write
 from attnmux.dispatch.device import Device
 from attnmux.dispatch.errors import NoBackendError, complaint
-from attnmux.dispatch.operator import expect_tensors, new_handle, split
+from attnmux.dispatch.operator import called_plainly, expect_tensors, new_handle, split
 from attnmux.dispatch.plan import Plan
 from attnmux.dispatch.platform import Order
 from attnmux.dispatch.query import Lengths
@@ -138,6 +138,9 @@ class Attention:
             out = torch.empty((q.shape[0], self.spec.num_q_heads, self.spec.v_head_size), dtype=self.spec.dtype, device=q.device)
         lse = torch.empty((q.shape[0], self.spec.num_q_heads), dtype=torch.float32, device=q.device) if self.spec.return_lse else None
         (qt, qv), (kt, kv), (vt, vv) = split("q_scale", q_scale), split("k_scale", k_scale), split("v_scale", v_scale)
+        if called_plainly(q, k_cache, v_cache, out):
+            plan.execute(q, k_cache, v_cache, out, lse, only, LayerArgs(sinks, alibi_slopes, q_scale, k_scale, v_scale))
+            return out if lse is None else (out, lse)
         torch.ops.attnmux.attention(q, k_cache, v_cache, out, lse, plan.handle, only, sinks, alibi_slopes, qt, kt, vt, qv, kv, vv)
         return out if lse is None else (out, lse)
 

@@ -54,12 +54,12 @@ def _check_mirror(name: str, value: object, seqs: int) -> None:
     if isinstance(value, Tensor):
         raise TypeError(complaint(name, "a tensor", "a sequence of ints", f"pass {name}.tolist() of a host tensor"))
     try:
-        numbers = [operator.index(n) for n in value]  # type: ignore[attr-defined]
+        numbers = list(map(operator.index, value))  # type: ignore[call-overload]
     except TypeError:
         raise TypeError(complaint(name, repr(value), f"{seqs} ints")) from None
     if len(numbers) != seqs:
         raise ValueError(complaint(name, f"{len(numbers)} long", f"{seqs}, one a row"))
-    if any(n < 0 for n in numbers):
+    if numbers and min(numbers) < 0:
         raise ValueError(complaint(name, min(numbers), "0 or more"))
 
 
@@ -92,6 +92,9 @@ def _check_lengths(spec: AttentionSpec, batch: Batch) -> None:
     needs_host = capacity is not None or decoder_like
     if not needs_host:
         return
+    fits = capacity is None or max(batch.key_lens, default=0) <= capacity
+    if fits and not (decoder_like and any(map(operator.lt, batch.key_lens, batch.query_lens))):
+        return  # the usual case, told without looking at every row
     for row, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.key_lens, strict=True)):
         if capacity is not None and kv_len > capacity and q_len:
             raise ValueError(
@@ -143,7 +146,7 @@ def _check_limits(batch: Batch, limits: Limits) -> None:
     asked = {
         "max_num_seqs": batch.num_seqs,
         "max_num_tokens": batch.num_tokens,
-        "max_seq_len": max((k for q, k in zip(batch.query_lens, batch.key_lens, strict=True) if q), default=0),
+        "max_seq_len": max(map(operator.mul, batch.key_lens, map(bool, batch.query_lens)), default=0),  # of rows with tokens
         "max_query_len": max(batch.query_lens, default=0),
     }
     for name, value in asked.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -35,6 +36,16 @@ def check_caches(spec: AttentionSpec, k_cache: object, v_cache: object, device: 
 def check_last_stride(name: str, tensor: Tensor) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(complaint(f"{name}'s last dimension", f"strided by {tensor.stride(-1)}", "contiguous"))
+
+
+def call_signature(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> Hashable:
+    """All that :func:`check_run` looks at without reading values from the device: calls alike in it pass or fail alike."""
+    rest = (lse, layer.sinks, layer.alibi_slopes, layer.q_scale, layer.k_scale, layer.v_scale)
+    graded = torch.is_grad_enabled()
+    return (
+        *((t.shape, t.stride(), t.dtype, t.device, graded and t.requires_grad) for t in (q, k_cache, v_cache, out)),
+        *((t.shape, t.stride(), t.dtype, t.device, graded and t.requires_grad) if isinstance(t, Tensor) else t for t in rest),
+    )
 
 
 def check_run(

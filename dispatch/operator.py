@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from attnmux.dispatch.backend import LayerArgs
 from attnmux.dispatch.errors import complaint
@@ -66,6 +67,11 @@ def split(name: str, scale: Tensor | float | None) -> tuple[Tensor | None, float
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(complaint(name, type(scale).__name__, "a float or a float32 tensor"))
     return None, float(scale)
+
+
+def called_plainly(*tensors: Tensor) -> bool:
+    """Whether nobody traces or intercepts this call, so that it need not pass through the dispatcher, which takes longer than a launch."""
+    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None and all(type(tensor) is Tensor for tensor in tensors)
 
 
 def expect_tensors(device: torch.device, required: Mapping[str, object], optional: Mapping[str, object]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.batch_checks import check_batch, page_bounds
-from attnmux.dispatch.call_checks import check_run
-from attnmux.dispatch.errors import NoBackendError, complaint, suggest
+from attnmux.dispatch.call_checks import call_signature, check_run
+from attnmux.dispatch.errors import complaint, suggest
+from attnmux.dispatch.forms import Form, form_of, is_whole
 from attnmux.dispatch.operator import new_handle
-from attnmux.dispatch.rows import Group, class_signature, classify, group_rows
-from attnmux.dispatch.selection import Selection
+from attnmux.dispatch.rows import Group, class_signature, group_rows
 from attnmux.dispatch.spec import ROW_CLASSES, RowClass
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ class Part:
         """Run on this part's tokens; what is not theirs is not touched."""
         if self.index is None:
             first, last = self.group.tokens or (0, q.shape[0])
+            if first == 0 and last == q.shape[0]:
+                self.backend.run(q, k_cache, v_cache, self.state, out, lse, layer)
+                return
             self.backend.run(q[first:last], k_cache, v_cache, self.state, out[first:last], None if lse is None else lse[first:last], layer)
             return
         part_q = q.index_select(0, self.index)
@@ -69,11 +72,13 @@ class Plan:
         self.attention = attention
         self.handle = new_handle(self)
         self.row_classes: tuple[RowClass | None, ...] = ()
-        self._row_routes: list[str | None] = []
+        self._row_routes: Sequence[str | None] = ()
+        self._form: Form | None = None
         self._parts: list[Part] = []
         self._by_class: dict[RowClass, list[Part]] = {}
         self._states: dict[tuple[RowClass | None, str], tuple[int, Any]] = {}
-        self._fixed: list[tuple[RowClass, str] | None] = []
+        self._fixed: Sequence[tuple[RowClass, str] | None] = ()
+        self._checked: set[Hashable] = set()  # calls of a form that was checked for this step
         self._prepare(batch)
 
     def refresh(self, batch: Batch) -> None:
@@ -95,7 +100,10 @@ class Plan:
     def execute(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, only: str | None, layer: LayerArgs) -> None:
         """Check one layer's tensors, then run every part. Called by the operator."""
         attn = self.attention
-        check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
+        known = None if attn.synchronise else call_signature(q, k_cache, v_cache, out, lse, layer)
+        if known is None or known not in self._checked:
+            check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
+            self._checked.add(known)
         with attn.lock:
             for part in self._parts if only is None else self._parts_of(only):
                 part.run(q, k_cache, v_cache, out, lse, layer)
@@ -103,23 +111,24 @@ class Plan:
     def _prepare(self, batch: Batch) -> None:
         attn = self.attention
         check_batch(attn.spec, batch, attn.torch_device, attn.limits, attn.synchronise)
-        classes = tuple(classify(attn.spec, batch))
         selection = attn.selection_for(batch.lengths)
-        routes = [None if c is None else _route(selection, c, q, k) for c, q, k in zip(classes, batch.query_lens, batch.key_lens, strict=True)]
-        fixed = self._still_fixed(classes, routes)
+        form = form_of(attn.spec, batch, selection)
+        fixed = self._still_fixed(form)
         bounds = page_bounds(attn.spec, batch) if attn.synchronise else None
-        parts = self._build(batch, routes, None)
-        self._by_class = {c: self._build(batch, _only(routes, classes, c), c) for c in self._by_class}
-        self.batch, self.row_classes, self.num_tokens = batch, classes, batch.num_tokens
-        self._row_routes, self._bounds, self._parts, self._fixed = routes, bounds, parts, fixed
+        parts = [self._part(batch, group, form.whole, None) for group in form.groups]
+        self._by_class = {c: self._build(batch, form, c) for c in self._by_class}
+        self.batch, self.num_tokens, self.row_classes, self._row_routes = batch, form.num_tokens, form.classes, form.routes
+        self._bounds, self._parts, self._fixed, self._form = bounds, parts, fixed, form
+        self._checked.clear()
 
-    def _still_fixed(self, classes: Sequence[RowClass | None], routes: list[str | None]) -> list[tuple[RowClass, str] | None]:
+    def _still_fixed(self, form: Form) -> Sequence[tuple[RowClass, str] | None]:
         """Class and route of each row, now or when it last had tokens: what a captured graph has baked in."""
-        now = [None if c is None or r is None else (c, r) for c, r in zip(classes, routes, strict=True)]
-        before = self._fixed or [None] * len(now)
+        before, now = self._fixed, form.fixed
+        if self._form is None or form is self._form:  # a new plan, or rows of the same lengths as last time
+            return before or now
         if len(before) != len(now) or any(old and new and old[0] != new[0] for old, new in zip(before, now, strict=True)):
             was = class_signature([old and old[0] for old in before])
-            raise ValueError(complaint("into", f"a plan of {was}", class_signature(classes), "make a new plan"))
+            raise ValueError(complaint("into", f"a plan of {was}", class_signature(form.classes), "make a new plan"))
         for row, (old, new) in enumerate(zip(before, now, strict=True)):
             if old and new and old != new:
                 raise ValueError(
@@ -127,10 +136,11 @@ class Plan:
                 )
         return [new or old for old, new in zip(before, now, strict=True)]
 
-    def _build(self, batch: Batch, routes: list[str | None], only: RowClass | None) -> list[Part]:
-        groups = group_rows(routes, batch.query_lens)
-        whole = len(groups) == 1 and len(groups[0].rows) == sum(n > 0 for n in batch.query_lens)
-        return [self._part(batch, group, whole, only) for group in groups]
+    def _build(self, batch: Batch, form: Form, row_class: RowClass) -> list[Part]:
+        """The parts of one class."""
+        groups = group_rows([route if c == row_class else None for route, c in zip(form.routes, form.classes, strict=True)], batch.query_lens)
+        whole = is_whole(groups, batch.query_lens)
+        return [self._part(batch, group, whole, row_class) for group in groups]
 
     def _part(self, batch: Batch, group: Group, whole: bool, only: RowClass | None) -> Part:
         attn = self.attention
@@ -151,18 +161,5 @@ class Plan:
             raise ValueError(f"only is {only!r}, wanted a row class of the spec: {suggest(only, self.attention.spec.row_classes)}")
         row_class: RowClass = only
         if row_class not in self._by_class:
-            self._by_class[row_class] = self._build(self.batch, _only(self._row_routes, self.row_classes, row_class), row_class)
+            self._by_class[row_class] = self._build(self.batch, self._form, row_class)
         return self._by_class[row_class]
-
-
-def _only(routes: list[str | None], classes: tuple[RowClass | None, ...], row_class: RowClass) -> list[str | None]:
-    return [route if c == row_class else None for route, c in zip(routes, classes, strict=True)]
-
-
-def _route(selection: Selection, row_class: RowClass, q_len: int, kv_len: int) -> str:
-    backend = selection.classes[row_class].route(q_len, kv_len)
-    if backend is None:
-        from attnmux.dispatch.explain import explain_failure
-
-        raise NoBackendError(explain_failure(selection), selection)
-    return backend

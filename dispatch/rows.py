@@ -12,20 +12,19 @@ from attnmux.dispatch.spec import MAX_DECODE_TOKENS, ROW_CLASSES, AttentionSpec,
 
 def classify(spec: AttentionSpec, batch: Batch) -> list[RowClass | None]:
     """The class of each row, ``None`` for rows without query tokens."""
-    return [_class_of(spec, batch, row) for row in range(batch.num_seqs)]
-
-
-def _class_of(spec: AttentionSpec, batch: Batch, row: int) -> RowClass | None:
-    q_len = batch.query_lens[row]
-    if q_len == 0:
-        return None
+    classes = classify_text(spec, batch.query_lens)
     if spec.mm_prefix and batch.mm_spans is not None:
-        first = 0 if batch.lengths == "upper_bound" else batch.key_lens[row] - q_len  # a bound does not say where the tokens are
-        if any(end > first for _, end, _ in batch.spans(row)):
-            return "image"
-    if spec.attn_type != "encoder_only" and q_len <= MAX_DECODE_TOKENS:
-        return "decode"
-    return "prefill"
+        for row, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.key_lens, strict=True)):
+            first = 0 if batch.lengths == "upper_bound" else kv_len - q_len  # a bound does not say where the tokens are
+            if q_len and any(end > first for _, end, _ in batch.spans(row)):
+                classes[row] = "image"
+    return classes
+
+
+def classify_text(spec: AttentionSpec, query_lens: Sequence[int]) -> list[RowClass | None]:
+    """The class that each row has by its length alone."""
+    most = 0 if spec.attn_type == "encoder_only" else MAX_DECODE_TOKENS
+    return [None if n == 0 else "decode" if n <= most else "prefill" for n in query_lens]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,19 @@ from attnmux.kernels.triton.plan import ITEM
 from attnmux.kernels.triton.tiles import load_tile, tile_of, tile_pages
 from attnmux.kernels.triton.values import LN2, LOG2E, alibi_bias, decode_fp8, merge_sink, soft_cap, softmax_step
 
-UNALIGNED = ["lse_ptr", "table_ptr", "prefix_lens_ptr", "causal_ptr", "sinks_ptr", "slopes_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"]
-"""Views by the caller of any alignment, read element by element: nothing is to be compiled anew for them while serving."""
+UNALIGNED = [
+    "lse_ptr",
+    "table_ptr",
+    "prefix_lens_ptr",
+    "causal_ptr",
+    "sinks_ptr",
+    "slopes_ptr",
+    "q_scale_ptr",
+    "k_scale_ptr",
+    "v_scale_ptr",
+    "count_ptr",
+]
+"""Views of any alignment, read element by element: nothing is to be compiled anew for them while serving."""
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from attnmux.kernels.triton.plan import ITEM
 from attnmux.kernels.triton.values import LN2, LOG2E, merge_sink, merge_step
 
 
-@triton.jit(do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "merges_ptr"])
 def combine(
     slot_out_ptr,  # fp32 [slots, Hkv, M, V_HEAD_SIZE]
     slot_lse_ptr,  # fp32 [slots, Hkv, M], base 2

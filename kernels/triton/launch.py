@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,19 +10,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attnmux.kernels.triton.arguments import FP8_FORMATS, Features, Layer, Lengths, Rows, Work
 from attnmux.kernels.triton.attention import paged_attention
+from attnmux.kernels.triton.call import call, capturing, described_by, on
 from attnmux.kernels.triton.combine import combine, merge
-from attnmux.kernels.triton.config import LaunchConfig, power_of_two
-from attnmux.kernels.triton.plan import plan_step
+from attnmux.kernels.triton.config import power_of_two
+from attnmux.kernels.triton.plan import FEW, ITEM, plan_step
 from attnmux.kernels.triton.write import write_cache
 
-FP8_FORMATS: dict[torch.dtype, int] = {
-    torch.float8_e4m3fn: 3,
-    torch.float8_e5m2: 2,
-    torch.float8_e4m3fnuz: 13,
-    torch.float8_e5m2fnuz: 12,
-}
-"""Formats as ``decode_fp8`` takes them."""
+__all__ = ["FEW", "FP8_FORMATS", "ITEM", "Features", "Layer", "Lengths", "Rows", "Work", "attend", "capturing", "merge_states", "plan", "store"]
 
 LANES = 1024
 """Rows, units or items that the plan looks at side by side."""
@@ -32,136 +26,49 @@ LANES = 1024
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
-@dataclass(frozen=True, slots=True)
-class Features:
-    """What the layer's attention is, as the kernel's constants.
-
-    Args:
-        scale: of ``q.k``.
-        causal: 0 no, 1 yes, 2 per row.
-        window, window_right: keys to the left, itself included (0: none), and to the right where not causal.
-        chunk, lookback: chunked attention (0: none).
-        spans: 0 none, 1 override_window, 2 within_window.
-        rswa: window of R-SWA (0: none).
-        alibi: 0 none, 1 linear, 2 sqrt.
-        softcap: 0 none.
-        scale_by_head: whether k_scale and v_scale hold one value a KV head.
-        dtype: the compute dtype.
-        page_size: 0 for packed keys.
-        fp8_native: whether the target converts the cache's fp8 format itself; otherwise bytes are decoded with integer operations.
-        descriptors: whether the target copies tiles by tensor descriptors (TMA); taken where a page holds a tile.
-        dependents: whether the target launches a kernel while the one before still runs (programmatic dependent launch).
-    """
-
-    scale: float
-    dtype: torch.dtype
-    page_size: int
-    causal: int = 1
-    window: int = 0
-    window_right: int = 0
-    chunk: int = 0
-    lookback: int = 0
-    spans: int = 0
-    rswa: int = 0
-    alibi: int = 0
-    softcap: float = 0.0
-    scale_by_head: bool = False
-    fp8_native: bool = False
-    descriptors: bool = False
-    dependents: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """One launch of a step: which rows, its cut into items (written on the device by ``plan``), and room for partial states.
-
-    Args:
-        lens: least and most query tokens of the rows that are meant.
-        first, tiles, order, cuts, items, count, merges: see ``plan_step``.
-        slot_out, slot_lse: float32 ``[slots, Hkv, BLOCK_M, Dv]`` and ``[slots, Hkv, BLOCK_M]``.
-        config: tile shape.
-        room: items of one KV head that the device holds at once.
-        cut_tiles: 0, or how many tiles a part has wherever the row is in the batch.
-    """
-
-    lens: tuple[int, int]
-    first: Tensor
-    tiles: Tensor
-    order: Tensor
-    cuts: Tensor
-    items: Tensor
-    count: Tensor
-    merges: Tensor
-    slot_out: Tensor
-    slot_lse: Tensor
-    config: LaunchConfig
-    room: int
-    cut_tiles: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """A step's rows on the device, ``seqs`` of them; tensors may be longer. See ``plan_step`` and ``paged_attention`` for shapes."""
-
-    seqs: int
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    table: Tensor
-    prefix_lens: Tensor | None = None
-    causal: Tensor | None = None
-    row_span_start: Tensor | None = None
-    row_spans: Tensor | None = None
-    groups: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Per-layer inputs on the device; scales are float32 ``[1]`` or ``[Hkv]``."""
-
-    sinks: Tensor | None = None
-    slopes: Tensor | None = None
-    q_scale: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-
-
-def plan(rows: Rows, work: Work, features: Features, group: int) -> None:
+def plan(rows: Rows, lens: Lengths, work: Work, features: Features, group: int) -> None:
     """Cut a step: write the tables of ``work`` from the lengths on the device. One small launch.
 
     Args:
-        rows, work, features: the step, its tables, and the layers' attention.
+        rows, lens, work, features: the step, its lengths, its tables, and the layers' attention.
         group: query heads a KV head.
     """
-    with _on(rows.seq_lens.device):
-        plan_step[(1,)](
-            query_start_ptr=rows.query_start_loc,
-            seq_lens_ptr=rows.seq_lens,
-            prefix_lens_ptr=rows.prefix_lens,
-            causal_ptr=None if rows.causal is None else rows.causal.view(torch.uint8),
-            row_span_start_ptr=rows.row_span_start,
-            row_spans_ptr=rows.row_spans,
-            first_ptr=work.first,
-            tiles_ptr=work.tiles,
-            order_ptr=work.order,
-            cuts_ptr=work.cuts,
-            items_ptr=work.items,
-            count_ptr=work.count,
-            merges_ptr=work.merges,
-            seqs=rows.seqs,
-            max_units=work.tiles.shape[0],
-            max_items=work.items.shape[0],
-            max_merges=work.merges.shape[0],
-            room=work.room,
-            least_len=work.lens[0],
-            most_len=work.lens[1],
+
+    def fixed() -> dict[str, Any]:
+        return {
+            "seqs": lens.seqs,
+            "max_units": work.tiles.shape[0],
+            "max_items": work.items.shape[0],
+            "max_merges": work.merges.shape[0],
+            "room": work.room,
+            "least_len": work.lens[0],
+            "most_len": work.lens[1],
             **_mask(features, rows),
-            CUT_TILES=work.cut_tiles,
-            LEAST=work.config.part,
-            BLOCK_Q=work.config.block_m // group,
-            BLOCK_N=work.config.block_n,
-            L=LANES,
-            num_warps=8,
-        )
+            "CUT_TILES": work.cut_tiles,
+            "LEAST": work.config.part,
+            "BLOCK_Q": work.config.block_m // group,
+            "BLOCK_N": work.config.block_n,
+            "L": LANES,
+            "num_warps": 8,
+        }
+
+    changing = {
+        "query_start_ptr": lens.query_start_loc,
+        "seq_lens_ptr": lens.seq_lens,
+        "prefix_lens_ptr": rows.prefix_lens,
+        "causal_ptr": None if rows.causal is None else rows.causal.view(torch.uint8),
+        "row_span_start_ptr": rows.row_span_start,
+        "row_spans_ptr": rows.row_spans,
+        "first_ptr": work.first,
+        "tiles_ptr": work.tiles,
+        "order_ptr": work.order,
+        "cuts_ptr": work.cuts,
+        "items_ptr": work.items,
+        "count_ptr": work.count,
+        "merges_ptr": work.merges,
+    }
+    with on(lens.seq_lens.device):
+        call(work.held, ("plan", lens.seqs, rows.row_spans is None, rows.groups), plan_step, (1,), changing, fixed)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, rows: Rows, work: Work, features: Features, layer: Layer) -> None:
@@ -173,106 +80,123 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, row
         out: ``[tokens, Hq, Dv]``; lse: float32 ``[tokens, Hq]``, contiguous, or ``None``.
         rows, work, features, layer: the step, its cut as ``plan`` wrote it, and the layer.
     """
-    with _on(q.device):
+    with on(q.device):
         _attend(q, k, v, out, lse, rows, work, features, layer)
         if work.slot_lse.shape[0]:
             _combine(q, k, out, lse, work, features, layer)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, rows: Rows, work: Work, features: Features, layer: Layer) -> None:
-    kv_heads, group, config = k.shape[-2], q.shape[1] // k.shape[-2], work.config
+    config, kv_heads = work.config, k.shape[-2]
     block_d, block_dv = power_of_two(q.shape[2]), power_of_two(out.shape[2])
-    k_page, k_key, k_head = _strides(k)
-    v_page, v_key, v_head = _strides(v)
     described = features.descriptors and config.descriptors and features.page_size > 0 and features.page_size % config.block_n == 0
     described = described and describable(k, block_d) and describable(v, block_dv)
-    paged_attention[(work.items.shape[0] * kv_heads,)](
-        q_ptr=_bytes(q),
-        k_ptr=_bytes(k),
-        v_ptr=_bytes(v),
-        k_descriptor=_descriptor(k, config.block_n, block_d) if described else None,
-        v_descriptor=_descriptor(v, config.block_n, block_dv) if described else None,
-        out_ptr=out,
-        lse_ptr=lse,
-        slot_out_ptr=work.slot_out,
-        slot_lse_ptr=work.slot_lse,
-        items_ptr=work.items,
-        count_ptr=work.count,
-        table_ptr=rows.table,
-        prefix_lens_ptr=rows.prefix_lens,
-        causal_ptr=None if rows.causal is None else rows.causal.view(torch.uint8),
-        row_span_start_ptr=rows.row_span_start,
-        row_spans_ptr=rows.row_spans,
-        sinks_ptr=layer.sinks,
-        slopes_ptr=layer.slopes,
-        q_scale_ptr=layer.q_scale,
-        k_scale_ptr=layer.k_scale,
-        v_scale_ptr=layer.v_scale,
-        stride_q_token=q.stride(0),
-        stride_q_head=q.stride(1),
-        stride_k_page=k_page,
-        stride_k_key=k_key,
-        stride_k_head=k_head,
-        stride_v_page=v_page,
-        stride_v_key=v_key,
-        stride_v_head=v_head,
-        stride_out_token=out.stride(0),
-        stride_out_head=out.stride(1),
-        stride_table=rows.table.stride(0),
-        scale=features.scale,
-        softcap=features.softcap,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        HEAD_SIZE=q.shape[2],
-        V_HEAD_SIZE=out.shape[2],
-        PAGE_SIZE=features.page_size,
-        **_mask(features, rows),
-        ALIBI=features.alibi,
-        SOFTCAP=features.softcap != 0,
-        FOLD=features.scale > 0 and not features.softcap and not features.alibi and layer.q_scale is None and layer.k_scale is None,
-        SCALE_BY_HEAD=features.scale_by_head,
-        FP8=FP8_FORMATS.get(k.dtype, 0),
-        FP8_NATIVE=features.fp8_native,
-        Q_FP8=FP8_FORMATS.get(q.dtype, 0),
-        DTYPE=_TRITON_DTYPES[features.dtype],
-        STAGED=config.staged,
-        PREFETCH=config.prefetch,
-        SWAP=config.swap,
-        EARLY=features.dependents,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **_early(features),
-    )
+    scales = layer.q_scale, layer.k_scale, layer.v_scale
+
+    def fixed() -> dict[str, Any]:
+        (k_page, k_key, k_head), (v_page, v_key, v_head) = _strides(k), _strides(v)
+        return {
+            "stride_q_token": q.stride(0),
+            "stride_q_head": q.stride(1),
+            "stride_k_page": k_page,
+            "stride_k_key": k_key,
+            "stride_k_head": k_head,
+            "stride_v_page": v_page,
+            "stride_v_key": v_key,
+            "stride_v_head": v_head,
+            "stride_out_token": out.stride(0),
+            "stride_out_head": out.stride(1),
+            "stride_table": rows.table.stride(0),
+            "scale": features.scale,
+            "softcap": features.softcap,
+            "KV_HEADS": kv_heads,
+            "GROUP": q.shape[1] // kv_heads,
+            "HEAD_SIZE": q.shape[2],
+            "V_HEAD_SIZE": out.shape[2],
+            "PAGE_SIZE": features.page_size,
+            **_mask(features, rows),
+            "ALIBI": features.alibi,
+            "SOFTCAP": features.softcap != 0,
+            "FOLD": features.scale > 0 and not features.softcap and not features.alibi and layer.q_scale is None and layer.k_scale is None,
+            "SCALE_BY_HEAD": features.scale_by_head,
+            "FP8": FP8_FORMATS.get(k.dtype, 0),
+            "FP8_NATIVE": features.fp8_native,
+            "Q_FP8": FP8_FORMATS.get(q.dtype, 0),
+            "DTYPE": _TRITON_DTYPES[features.dtype],
+            "STAGED": config.staged,
+            "PREFETCH": config.prefetch,
+            "SWAP": config.swap,
+            "EARLY": features.dependents,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            **_early(features),
+        }
+
+    changing = {
+        "q_ptr": _bytes(q),
+        "k_ptr": _bytes(k),
+        "v_ptr": _bytes(v),
+        "k_descriptor": _descriptor(k, config.block_n, block_d) if described else None,
+        "v_descriptor": _descriptor(v, config.block_n, block_dv) if described else None,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "slot_out_ptr": work.slot_out,
+        "slot_lse_ptr": work.slot_lse,
+        "items_ptr": work.items,
+        "count_ptr": work.count,
+        "table_ptr": rows.table,
+        "prefix_lens_ptr": rows.prefix_lens,
+        "causal_ptr": None if rows.causal is None else rows.causal.view(torch.uint8),
+        "row_span_start_ptr": rows.row_span_start,
+        "row_spans_ptr": rows.row_spans,
+        "sinks_ptr": layer.sinks,
+        "slopes_ptr": layer.slopes,
+        "q_scale_ptr": layer.q_scale,
+        "k_scale_ptr": layer.k_scale,
+        "v_scale_ptr": layer.v_scale,
+    }
+    tensors = described_by(q), described_by(k), described_by(v), described_by(out)
+    rest = lse is None, rows.row_spans is None, rows.groups, rows.table.stride(0), layer.sinks is not None and layer.sinks.dtype
+    key = ("attend", tensors, rest, tuple(scale is None for scale in scales), described)
+    call(work.held, key, paged_attention, (work.items.shape[0] * kv_heads,), changing, fixed)
 
 
 def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, features: Features, layer: Layer) -> None:
-    kv_heads, group, size = k.shape[-2], q.shape[1] // k.shape[-2], out.shape[2]
-    rows = max(1, work.config.block_m // 16)
-    combine[(work.merges.shape[0] * kv_heads, triton.cdiv(work.config.block_m // group * group, rows))](
-        slot_out_ptr=work.slot_out,
-        slot_lse_ptr=work.slot_lse,
-        items_ptr=work.items,
-        merges_ptr=work.merges,
-        out_ptr=out,
-        lse_ptr=lse,
-        sinks_ptr=layer.sinks,
-        stride_out_token=out.stride(0),
-        stride_out_head=out.stride(1),
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        V_HEAD_SIZE=size,
-        BLOCK_M=work.config.block_m,
-        ROWS=rows,
-        BLOCK_P=max(1, 4096 // power_of_two(size)),
-        BLOCK_DV=power_of_two(size),
-        EARLY=features.dependents,
-        num_warps=4,
-        **_early(features),
-    )
+    kv_heads, size, block_m = k.shape[-2], out.shape[2], work.config.block_m
+    group, rows = q.shape[1] // kv_heads, max(1, block_m // 16)
+
+    def fixed() -> dict[str, Any]:
+        return {
+            "stride_out_token": out.stride(0),
+            "stride_out_head": out.stride(1),
+            "KV_HEADS": kv_heads,
+            "GROUP": group,
+            "V_HEAD_SIZE": size,
+            "BLOCK_M": block_m,
+            "ROWS": rows,
+            "BLOCK_P": max(1, 4096 // power_of_two(size)),
+            "BLOCK_DV": power_of_two(size),
+            "EARLY": features.dependents,
+            "num_warps": 4,
+            **_early(features),
+        }
+
+    changing = {
+        "slot_out_ptr": work.slot_out,
+        "slot_lse_ptr": work.slot_lse,
+        "items_ptr": work.items,
+        "merges_ptr": work.merges,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "sinks_ptr": layer.sinks,
+    }
+    grid = (work.merges.shape[0] * kv_heads, triton.cdiv(block_m // group * group, rows))
+    key = ("combine", described_by(out), lse is None, layer.sinks is not None and layer.sinks.dtype)
+    call(work.held, key, combine, grid, changing, fixed)
 
 
 def store(new: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None, page_size: int, scale_by_head: bool) -> None:
@@ -280,7 +204,7 @@ def store(new: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None, page_
     if slots.shape[0] == 0:
         return
     page, key, head = _strides(cache)
-    with _on(new.device):
+    with on(new.device):
         write_cache[(slots.shape[0], new.shape[1])](
             new_ptr=new,
             cache_ptr=_bytes(cache),
@@ -308,7 +232,7 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
     out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=outs.device)
     if out.numel():
-        with _on(out.device):
+        with on(out.device):
             merge[(tokens * heads,)](
                 outs,
                 lses,
@@ -324,16 +248,6 @@ def merge_states(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tup
                 num_warps=1,
             )
     return out, lse
-
-
-def capturing(device: torch.device) -> bool:
-    """Whether the current stream is being captured into a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever the tensors'."""
-    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
 def _strides(cache: Tensor) -> tuple[int, ...]:

@@ -26,7 +26,18 @@ BUCKETS = tl.constexpr(4)
 
 @triton.jit(
     do_not_specialize=["seqs", "max_units", "max_items", "max_merges", "room", "least_len", "most_len"],
-    do_not_specialize_on_alignment=["query_start_ptr", "seq_lens_ptr", "prefix_lens_ptr", "causal_ptr"],
+    do_not_specialize_on_alignment=[
+        "query_start_ptr",
+        "seq_lens_ptr",
+        "prefix_lens_ptr",
+        "causal_ptr",
+        "first_ptr",
+        "tiles_ptr",
+        "order_ptr",
+        "cuts_ptr",
+        "count_ptr",
+        "merges_ptr",
+    ],  # fmt: skip
 )
 def plan_step(
     query_start_ptr,  # int32 [seqs + 1]

@@ -182,9 +182,6 @@ def _launch(spec: AttentionSpec, device: Device, config: LaunchConfig) -> None:
     out = torch.zeros(16, spec.num_q_heads, spec.v_head_size, dtype=spec.dtype)
     lse = torch.zeros(16, spec.num_q_heads) if spec.return_lse else None
     rows = launch.Rows(
-        16,
-        ints(17),
-        ints(16),
         ints(17) if spec.page_size is None else ints(16, 16),
         prefix_lens=ints(16) if spec.rswa_window else None,
         causal=torch.zeros(16, dtype=torch.bool) if spec.causal == "per_sequence" else None,
@@ -202,7 +199,7 @@ def _launch(spec: AttentionSpec, device: Device, config: LaunchConfig) -> None:
     q_scale = None if spec.q_dtype == spec.dtype else torch.ones(1)
     layer = launch.Layer(heads if spec.sinks else None, heads if spec.alibi else None, q_scale, scale, scale)
     features = features_of(spec, device)
-    launch.plan(rows, work, features, spec.group)
+    launch.plan(rows, launch.Lengths(16, ints(17), ints(16)), work, features, spec.group)
     launch.attend(q, k, v, out, lse, rows, work, features, layer)
 
 
