@@ -91,12 +91,13 @@ class Room:
     at_once: int
     cut_tiles: int
 
-    def tables(self, seqs: int, device: torch.device) -> dict[str, Tensor]:
+    def tables(self, seqs: int, device: torch.device) -> dict[str, Any]:
         """The tables that ``plan_step`` writes, uninitialised, in one allocation; items lie on 16 bytes."""
         width = launch.ITEM.value
         sizes = {"items": self.items * width, "cuts": 2 * self.units, "first": seqs, "tiles": self.units, "order": self.units, "count": 1}
-        parts = torch.empty(sum(sizes.values()) + self.merges, dtype=torch.int32, device=device).split([*sizes.values(), self.merges])
-        tables = dict(zip((*sizes, "merges"), parts, strict=True))
+        sizes["merges"] = self.merges
+        room = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
+        tables = dict(zip(sizes, torch.split(room, list(sizes.values())), strict=True))
         return tables | {"items": tables["items"].view(-1, width), "cuts": tables["cuts"].view(-1, 2)}
 
 

@@ -190,11 +190,11 @@ class TritonBackend(Backend):
     def _rows(self, batch: Batch, earlier: State | None) -> launch.Rows:
         table = batch.block_table if batch.block_table is not None else batch.kv_start_loc
         assert table is not None  # checked with the batch
-        limits, held = self.limits, earlier.rows if earlier else None
+        limits, old = self.limits, earlier.rows if earlier else None
 
-        def own(new: Tensor, old: Tensor | None, *shape: int) -> Tensor:
+        def own(new: Tensor, held: Tensor | None, *shape: int) -> Tensor:
             """With limits a graph may hold the buffer: ours, as large as the limits, and filled anew by every plan."""
-            buffer = torch.empty(shape, dtype=new.dtype, device=new.device) if old is None else old
+            buffer = torch.empty(shape, dtype=new.dtype, device=new.device) if held is None else held
             if new.shape == buffer.shape:
                 return buffer.copy_(new, non_blocking=True)
             part = tuple(slice(min(n, m)) for n, m in zip(new.shape, shape, strict=True))  # a table may be wider than it need be
@@ -204,9 +204,9 @@ class TritonBackend(Backend):
         prefix, causal = batch.prefix_lens, batch.causal
         if limits is not None:
             seqs, columns = limits.max_num_seqs, -(-limits.max_seq_len // (self.spec.page_size or 1))
-            table = own(table, held and held.table, *((seqs, columns) if table.dim() == 2 else (seqs + 1,)))
-            prefix = None if prefix is None else own(prefix, held and held.prefix_lens, seqs)
-            causal = None if causal is None else own(causal, held and held.causal, seqs)
+            table = own(table, old.table if old else None, *((seqs, columns) if table.dim() == 2 else (seqs + 1,)))
+            prefix = None if prefix is None else own(prefix, old.prefix_lens if old else None, seqs)
+            causal = None if causal is None else own(causal, old.causal if old else None, seqs)
         starts, row_spans, groups = span_tables(self.spec, batch) if batch.mm_spans is not None else ([], [], False)
         return launch.Rows(
             table=table,

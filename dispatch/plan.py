@@ -160,6 +160,6 @@ class Plan:
         if only not in self.attention.spec.row_classes:
             raise ValueError(f"only is {only!r}, wanted a row class of the spec: {suggest(only, self.attention.spec.row_classes)}")
         row_class: RowClass = only
-        if row_class not in self._by_class:
+        if row_class not in self._by_class and self._form is not None:
             self._by_class[row_class] = self._build(self.batch, self._form, row_class)
         return self._by_class[row_class]

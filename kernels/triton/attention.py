@@ -33,57 +33,20 @@ def _attend(
     top,  # [M] fp32
     total,  # [M] fp32; [M, N] with SWAP
     begin,  # tiles to read, in reading order
-    end,
-    head_tiles,
-    start_tile,
-    prefix_max,
-    lo_min,
-    hi_max,
+    end, head_tiles, start_tile, prefix_max, lo_min, hi_max,
     pos,  # [M]
     slope,  # [M], base 2
-    row,
-    kv_len,
-    prefix_lens_ptr,
-    causal_ptr,
-    row_span_start_ptr,
-    row_spans_ptr,
-    k_ptr,
-    v_ptr,
-    k_descriptor,
-    v_descriptor,
+    row, kv_len, prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor,
     row_table_ptr,  # block table of the row
     first_key,  # packed keys: the row's first
-    kv_head,
-    stride_k_page,
-    stride_k_key,
-    stride_v_page,
-    stride_v_key,
+    kv_head, stride_k_page, stride_k_key, stride_v_page, stride_v_key,
     scale,  # of scores, base 2 unless SOFTCAP; positive with FOLD
-    softcap,
-    MASKED: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    SWAP: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    V_HEAD_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WINDOW_RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LOOKBACK: tl.constexpr,
-    SPANS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RSWA: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    FOLD: tl.constexpr,
-    FP8: tl.constexpr,
-    FP8_NATIVE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    softcap, MASKED: tl.constexpr, PREFETCH: tl.constexpr, SWAP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    V_HEAD_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
+    LOOKBACK: tl.constexpr, SPANS: tl.constexpr, GROUPS: tl.constexpr, RSWA: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    FOLD: tl.constexpr, FP8: tl.constexpr, FP8_NATIVE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-):
+):  # fmt: skip
     """The online softmax over tiles ``[begin, end)``. Without ``MASKED`` every token sees every key of them."""
     if MASKED:  # what the tokens see; here, so that it takes no registers in the loop without masks
         span_start = tl.zeros_like(pos)

@@ -42,7 +42,7 @@ def call(held: Held, key: Hashable, kernel: Any, grid: tuple[int, ...], changing
             names, everything = kernel.arg_names, {**rest, **changing}
             arguments = [None if name in changing else everything[name] for name in names]
             places = [names.index(name) for name, value in changing.items() if value is not None]
-            held[key] = _Bound(compiled[grid], arguments, places)
+            held[key] = _Bound(compiled[(*grid, 1, 1)[:3]], arguments, places)
         return
     arguments = bound.arguments.copy()
     values = (value for value in changing.values() if value is not None)

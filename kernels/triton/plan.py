@@ -249,25 +249,10 @@ def last_at_most(sorted_ptr, wanted, count, STEP: tl.constexpr):
 def unit_facts(
     unit,  # [L]
     real,  # [L] bool
-    first_ptr,
-    seqs,
-    query_start_ptr,
-    seq_lens_ptr,
-    prefix_lens_ptr,
-    causal_ptr,
-    row_span_start_ptr,
-    row_spans_ptr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WINDOW_RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LOOKBACK: tl.constexpr,
-    SPANS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RSWA: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    first_ptr, seqs, query_start_ptr, seq_lens_ptr, prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, SPANS: tl.constexpr, GROUPS: tl.constexpr,
+    RSWA: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """``(row, q_block, q_len, kv_len, visible_tiles)`` of units. A row's last Q block comes first: where it is causal, it reads most."""
     row = last_at_most(first_ptr, unit, seqs, 1)
     q_len = tl.load(query_start_ptr + row + 1, mask=real, other=0) - tl.load(query_start_ptr + row, mask=real, other=0)
@@ -302,17 +287,9 @@ def visible_tiles(
     prefix_len,  # [L]
     spans_at,  # [L]
     spans,  # [L]
-    row_spans_ptr,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WINDOW_RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LOOKBACK: tl.constexpr,
-    SPANS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    RSWA: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    row_spans_ptr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr,
+    SPANS: tl.constexpr, GROUPS: tl.constexpr, RSWA: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """What a run of tokens reads, each ``[L]``: ``(head_tiles, start_tile, tiles, prefix_max, lo_min, hi_max, full_begin, full_end)``.
 
     Intervals only move right from token to token, so the first and the last token bound them; spans add theirs. Tiles are counted in

@@ -88,9 +88,6 @@ def plan(step: Step, device: torch.device, room: Room | None = None, poison: int
 
     spans = [(*span, -1)[:3] for row in rows for span in row.spans] if step.mask.get("spans") else []
     placed = launch.Rows(
-        seqs=len(rows),
-        query_start_loc=starts([row.q_len for row in rows]),
-        seq_lens=ints([row.kv_len for row in rows]),
         table=torch.zeros((len(rows), 1), dtype=torch.int32, device=device),
         prefix_lens=ints([row.prefix_len for row in rows]) if step.mask.get("rswa") else None,
         causal=torch.tensor([row.causal for row in rows], device=device) if step.mask.get("causal") == 2 else None,
@@ -98,7 +95,8 @@ def plan(step: Step, device: torch.device, room: Room | None = None, poison: int
         row_spans=torch.tensor(spans, dtype=torch.int32, device=device) if spans else None,
         groups=any(len(span) == 3 for row in rows for span in row.spans) if spans else False,
     )
-    launch.plan(placed, work, launch.Features(scale=1.0, dtype=torch.float16, page_size=16, **step.mask), 2)
+    lens = launch.Lengths(len(rows), starts([row.q_len for row in rows]), ints([row.kv_len for row in rows]))
+    launch.plan(placed, lens, work, launch.Features(scale=1.0, dtype=torch.float16, page_size=16, **step.mask), 2)
     assert int(work.count) <= room.items
     return [Item(*item) for item in work.items[: int(work.count)].tolist()], work.merges.tolist()
 

@@ -108,7 +108,7 @@ def _softmax(score_ptr, out_ptr, scale, TILES: tl.constexpr, M: tl.constexpr, N:
     tl.store(out_ptr + 2 * M + m, held)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.37, 1e-4])
+@pytest.mark.parametrize("scale", [1.0, 0.375, 1e-4])  # 0.375 of -1e4 is exact, fused with the difference or not
 def test_softmax_steps_add_up(scale, device):
     score = torch.randn(16, 48) * 20
     score[0] = -INF  # sees nothing
