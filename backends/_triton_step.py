@@ -21,13 +21,14 @@ class State:
     """A step: its rows on the device, and one launch for decode rows and one for the rest.
 
     Args:
-        stream: whose workspace it uses (``None`` on a CPU).
+        raw_stream, stream: whose workspace it uses, as a number and as an object (0 and ``None`` on a CPU).
         ready: when its tables are on the device.
         used: the last run on another stream, which must end before the tables are written anew.
     """
 
     rows: launch.Rows
     work: dict[str, launch.Work]
+    raw_stream: int = 0
     stream: Any = None
     ready: Any = None
     used: Any = None

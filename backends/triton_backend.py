@@ -68,28 +68,30 @@ class TritonBackend(Backend):
         for each in work.values():
             launch.plan(rows, lens, each, self._features, self.spec.group)
         if stream is None or capturing:  # what a graph records is no event for anyone else
-            return State(rows, work, stream, earlier.ready if earlier else None)
+            return State(rows, work, self._raw_stream(), stream, earlier.ready if earlier else None)
         ready = earlier.ready if earlier and earlier.ready else torch.get_device_module(self._torch_device).Event()
         ready.record(stream)
-        return State(rows, work, stream, ready)
+        return State(rows, work, self._raw_stream(), stream, ready)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: State, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
         q_scale = 1.0 if layer.q_scale is None and self.spec.q_dtype != self.spec.dtype else layer.q_scale
         scales = self._scale(q_scale), self._scale(layer.k_scale), self._scale(layer.v_scale)
         inputs = launch.Layer(self._sinks(layer.sinks), layer.alibi_slopes, *scales)
-        stream = self._stream()
-        foreign, capturing = stream != state.stream, launch.capturing(self._torch_device)
-        if foreign and not capturing:
+        if self._raw_stream() == state.raw_stream:
+            for work in state.work.values():
+                launch.attend(q, self._nhd(k_cache), self._nhd(v_cache), out, lse, state.rows, work, self._features, inputs)
+            return
+        stream, capturing = self._stream(), launch.capturing(self._torch_device)
+        if not capturing:
             if state.ready is not None:
                 stream.wait_event(state.ready)
             for tensor in state.tensors():
                 tensor.record_stream(stream)
-        for work in state.work.values():
-            if foreign:  # the workspace belongs to the plan's stream
-                slot_out, slot_lse = self._slots(work.slot_lse.shape[0], work.config, None)
-                work = replace(work, slot_out=slot_out, slot_lse=slot_lse)
-            launch.attend(q, self._nhd(k_cache), self._nhd(v_cache), out, lse, state.rows, work, self._features, inputs)
-        if foreign and not capturing:
+        for work in state.work.values():  # the workspace belongs to the plan's stream
+            slot_out, slot_lse = self._slots(work.slot_lse.shape[0], work.config, None)
+            foreign = replace(work, slot_out=slot_out, slot_lse=slot_lse)
+            launch.attend(q, self._nhd(k_cache), self._nhd(v_cache), out, lse, state.rows, foreign, self._features, inputs)
+        if not capturing:
             state.used = stream.record_event()
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layer: LayerArgs) -> None:
@@ -216,6 +218,12 @@ class TritonBackend(Backend):
             row_spans=self._to_device(row_spans) if row_spans else None,
             groups=groups,
         )
+
+    def _raw_stream(self) -> int:
+        """The current stream as a number, which is had sooner than the object."""
+        if self._torch_device.type == "cuda":
+            return int(torch._C._cuda_getCurrentRawStream(self._torch_device.index))
+        return 0 if self._torch_device.type == "cpu" else int(self._stream().stream_id)
 
     def _stream(self) -> Any:
         if self._torch_device.type == "cpu":

@@ -38,14 +38,18 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
         raise ValueError(complaint(f"{name}'s last dimension", f"strided by {tensor.stride(-1)}", "contiguous"))
 
 
-def call_signature(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> Hashable:
+def call_signature(q: object, k_cache: object, v_cache: object, out: object, lse: object, layer: LayerArgs) -> Hashable:
     """All that :func:`check_run` looks at without reading values from the device: calls alike in it pass or fail alike."""
-    rest = (lse, layer.sinks, layer.alibi_slopes, layer.q_scale, layer.k_scale, layer.v_scale)
     graded = torch.is_grad_enabled()
-    return (
-        *((t.shape, t.stride(), t.dtype, t.device, graded and t.requires_grad) for t in (q, k_cache, v_cache, out)),
-        *((t.shape, t.stride(), t.dtype, t.device, graded and t.requires_grad) if isinstance(t, Tensor) else t for t in rest),
-    )
+    found: list[Hashable] = []
+    for value in (q, k_cache, v_cache, out, lse, layer.sinks, layer.alibi_slopes, layer.q_scale, layer.k_scale, layer.v_scale):
+        if value is None:
+            found.append(None)
+        elif isinstance(value, Tensor):
+            found.append((value.shape, value.stride(), value.dtype, value.device, graded and value.requires_grad))
+        else:
+            found.append((type(value), value) if isinstance(value, int | float) else object())  # what is neither is like no other
+    return tuple(found)
 
 
 def check_run(

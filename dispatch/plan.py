@@ -100,11 +100,20 @@ class Plan:
     def execute(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, only: str | None, layer: LayerArgs) -> None:
         """Check one layer's tensors, then run every part. Called by the operator."""
         attn = self.attention
-        known = None if attn.synchronise else call_signature(q, k_cache, v_cache, out, lse, layer)
-        if known is None or known not in self._checked:
-            check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
-            self._checked.add(known)
-        with attn.lock:
+        check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
+        if not attn.synchronise:
+            self._checked.add(call_signature(q, k_cache, v_cache, out, lse, layer))
+        self._run(q, k_cache, v_cache, out, lse, only, layer)
+
+    def execute_known(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: object, lse: Tensor | None, only: str | None, layer: LayerArgs) -> bool:
+        """The same without checks, if a call like this one has passed them in this step; otherwise nothing, and false."""
+        if not self._checked or call_signature(q, k_cache, v_cache, out, lse, layer) not in self._checked:
+            return False
+        self._run(q, k_cache, v_cache, out, lse, only, layer)  # type: ignore[arg-type]  # of the known form, so a tensor
+        return True
+
+    def _run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, only: str | None, layer: LayerArgs) -> None:
+        with self.attention.lock:
             for part in self._parts if only is None else self._parts_of(only):
                 part.run(q, k_cache, v_cache, out, lse, layer)
 

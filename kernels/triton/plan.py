@@ -37,7 +37,7 @@ BUCKETS = tl.constexpr(4)
         "cuts_ptr",
         "count_ptr",
         "merges_ptr",
-    ],  # fmt: skip
+    ],
 )
 def plan_step(
     query_start_ptr,  # int32 [seqs + 1]
