@@ -53,9 +53,10 @@ class TritonBackend(Backend):
 
     def plan(self, batch: Batch, workspace: Tensor | None, previous: Any) -> State:
         earlier: State | None = None if self.limits is None else previous  # without limits nothing is captured, and tables grow
-        stream, capturing = self._stream(), launch.capturing(self._torch_device)
+        raw, capturing = self._raw_stream(), launch.capturing(self._torch_device)
+        stream = earlier.stream if earlier is not None and earlier.raw_stream == raw else self._stream()
         if earlier is not None and stream is not None and not capturing:  # what still reads the tables must end before they change
-            if earlier.stream != stream:
+            if earlier.raw_stream != raw:
                 stream.wait_stream(earlier.stream)
             if earlier.used is not None:
                 stream.wait_event(earlier.used)
@@ -68,10 +69,10 @@ class TritonBackend(Backend):
         for each in work.values():
             launch.plan(rows, lens, each, self._features, self.spec.group)
         if stream is None or capturing:  # what a graph records is no event for anyone else
-            return State(rows, work, self._raw_stream(), stream, earlier.ready if earlier else None)
+            return State(rows, work, raw, stream, earlier.ready if earlier else None)
         ready = earlier.ready if earlier and earlier.ready else torch.get_device_module(self._torch_device).Event()
         ready.record(stream)
-        return State(rows, work, self._raw_stream(), stream, ready)
+        return State(rows, work, raw, stream, ready)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: State, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
         q_scale = 1.0 if layer.q_scale is None and self.spec.q_dtype != self.spec.dtype else layer.q_scale
