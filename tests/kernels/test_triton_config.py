@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ from attnmux.backends.triton import FittingSizes
 from attnmux.dispatch.device import Device
 from attnmux.dispatch.query import Query
 from attnmux.dispatch.spec import AttentionSpec
-from attnmux.kernels.triton.config import LaunchConfig, Target, launch_config, power_of_two, shared_memory, smallest_tile
+from attnmux.kernels.triton.config import Target, launch_config, power_of_two, shared_memory, smallest_tile
 
 KIB = 1024
 TARGETS = {
@@ -40,7 +41,8 @@ def test_what_is_chosen_fits_and_nothing_that_fits_is_refused(target):
             assert config.block_m >= power_of_two(group)
             assert config.block_m & (config.block_m - 1) == config.block_n & (config.block_n - 1) == 0
             assert min(config.block_m, config.block_n) >= 16
-            assert not (decode and config.staged)
+            assert min(config.programs, config.part) >= 1
+            assert not config.swap or (target.arch == "sm90" and decode and config.block_n >= 64)  # wgmma's long side
             if target.shared_memory:
                 assert shared_memory(target, config, size, size, element, kv_element) <= target.shared_memory
 
@@ -52,13 +54,23 @@ def test_decode_tiles_are_no_larger_than_the_row_needs():
 
 
 def test_more_of_anything_takes_more_memory():
-    plain = LaunchConfig(64, 64, 4, 2, False, "")
+    plain = smallest_tile(64)
+    plain = replace(plain, block_n=64, num_stages=2)
     for target in TARGETS.values():
         least = shared_memory(target, plain, 64, 64, 2, 2)
-        assert shared_memory(target, LaunchConfig(64, 64, 4, 3, False, ""), 64, 64, 2, 2) > least
-        assert shared_memory(target, LaunchConfig(64, 128, 4, 2, False, ""), 64, 64, 2, 2) > least
+        assert shared_memory(target, replace(plain, num_stages=3), 64, 64, 2, 2) > least
+        assert shared_memory(target, replace(plain, block_n=128), 64, 64, 2, 2) > least
         assert shared_memory(target, plain, 512, 512, 2, 2) > least
         assert shared_memory(target, plain, 64, 64, 4, 4) > least
+
+
+def test_a_measured_tile_is_taken_where_it_was_measured():
+    hopper = TARGETS["hopper"]
+    assert launch_config(hopper, True, 1, 4, 128, 128, 2, 2, 16).swap
+    assert not launch_config(TARGETS["ampere"], True, 1, 4, 128, 128, 2, 2, 16).swap
+    assert not launch_config(hopper, True, 1, 4, 128, 128, 2, 1, 16).swap  # an fp8 cache passes through registers
+    assert launch_config(hopper, False, 300, 4, 128, 128, 2, 2, 16).block_n == 64
+    assert launch_config(hopper, False, 300, 4, 128, 128, 2, 2, 128).block_n == 128  # a page holds the tile, a descriptor copies it
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
