@@ -49,6 +49,8 @@ GRID: dict[str, dict[str, dict[str, Any]]] = {
         "48hnd": {"page_size": 48, "kv_layout": "HND"},
         "8hnd": {"page_size": 8, "kv_layout": "HND"},
         "1056": {"page_size": 1056},
+        "64": {"page_size": 64},
+        "128hnd": {"page_size": 128, "kv_layout": "HND"},
         "packed": {"page_size": None},
     },
     "cache": {

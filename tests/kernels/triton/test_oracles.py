@@ -218,3 +218,22 @@ def test_warmup_launches_everything_the_limits_reach(changes, machine, device, m
     reached = [work for state in plans for work in state.work.values()]
     assert seen["_attend"] == {(work.config, *form) for work in reached for form in spans}
     assert seen["_combine"] == {(work.config,) for work in reached if work.slot_lse.shape[0]} != set()  # the merging kernel too
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 90}, {"mm_prefix": "override_window"}], ids=lambda c: "-".join(c) or "plain")
+def test_descriptors_read_what_pointers_read(layout, changes, machine, device, attend, cpu):
+    if not INTERPRETED and "tma" not in machine.features:
+        pytest.skip("the device has no tensor descriptors")
+    spec = PLAIN.replace(dtype=torch.float16, page_size=128, kv_layout=layout, return_lse=True, **changes)
+    rows = (Row(1, 300), Row(3, 128), Row(40, 210, ((100, 200),)), Row(0, 9), Row(2, 0))
+    case = make_case(spec, rows, device=device)
+    answers = []
+    for described in (False, True):
+        backend = TritonBackend(spec, machine, {"programs": 8})
+        backend._features = dataclasses.replace(backend._features, descriptors=described)
+        answers.append(attend(case, backend=backend))
+        expect_close(case, answers[-1], oracle(cpu(case)))
+    n = case.batch.num_tokens
+    if INTERPRETED:  # a compiler may order additions as it likes
+        assert answers[0].same_bits(answers[1], slice(0, n), slice(0, n))
