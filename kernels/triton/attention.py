@@ -77,10 +77,9 @@ def _attend(
         mask = seen
         if MASKED:
             mask = tile_mask(key, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, SPANS, GROUPS, RSWA)  # [M, N]
-            if GROUPS:  # groups leave gaps between the bounds
-                seen = tl.max(mask.to(tl.int32), axis=0) > 0
-            else:
-                seen = ((key >= lo_min) & (key < hi_max)) | (key < prefix_max)
+            seen = ((key >= lo_min) & (key < hi_max)) | (key < prefix_max)
+            if GROUPS:  # they leave gaps between the bounds; beyond those only rows that fill up the tile see anything
+                seen = seen & (tl.max(mask.to(tl.int32), axis=0) > 0)
         if PREFETCH:  # a load that waits for another one in the same round would halve the pipeline
             next_page = tile_pages(
                 row_table_ptr, tile_of(i + 1, head_tiles, start_tile), i + 1 < end, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, BLOCK_N

@@ -90,6 +90,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, ro
     config, kv_heads = work.config, k.shape[-2]
     block_d, block_dv = power_of_two(q.shape[2]), power_of_two(out.shape[2])
     described = features.descriptors and config.descriptors and features.page_size > 0 and features.page_size % config.block_n == 0
+    described = described and not rows.groups  # Triton 3.6 goes wrong where descriptors meet the loop over spans, which isn't pipelined
     described = described and describable(k, block_d) and describable(v, block_dv)
     scales = layer.q_scale, layer.k_scale, layer.v_scale
 

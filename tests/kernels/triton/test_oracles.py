@@ -237,3 +237,14 @@ def test_descriptors_read_what_pointers_read(layout, changes, machine, device, a
     n = case.batch.num_tokens
     if INTERPRETED:  # a compiler may order additions as it likes
         assert answers[0].same_bits(answers[1], slice(0, n), slice(0, n))
+
+
+@pytest.mark.parametrize("page_size", [3, 8, 16, 48])
+def test_rows_that_fill_up_a_tile_read_nothing(page_size, attend, device, cpu):
+    """Three heads a group leave rows of a tile empty. What those would see lies behind the block, where no page is looked up."""
+    spec = AttentionSpec(3, 1, 64, torch.float16, page_size=page_size, mm_prefix="within_window", sliding_window=9)
+    longer = 1 if INTERPRETED else 4
+    rows = (Row(20 * longer, 33 * longer, ((2, 4, 0), (6, 9, 0))), Row(18 * longer, 18 * longer, ((1, 4, 0), (6, 9, 0), (11, 15, 1))))
+    case = make_case(spec, rows, device=device, place="high")
+    case.k_cache[0] = case.v_cache[0] = torch.nan  # where a lookup that is masked out would lead
+    expect_close(case, attend(case), oracle(cpu(case)))
