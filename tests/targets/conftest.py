@@ -242,3 +242,18 @@ def resources(target: str, kernel: Any) -> tuple[int, int]:
 @pytest.fixture
 def compile_recorded() -> Callable[[str, Recorder], Any]:
     return compiled
+
+
+@pytest.fixture
+def launched(gpus: dict[str, Device], recorded: dict[str, Recorder]) -> Callable[..., dict[str, Any]]:
+    """``launched(target, spec)``: the arguments of the attention kernel's launch for prefill."""
+
+    def arguments(target: str, spec: AttentionSpec) -> dict[str, Any]:
+        device = gpus[target]
+        sizes = (spec.group, spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize, spec.page_size or 0)
+        config = launch_config(Target(device.type, device.arch, device.shared_memory), False, 100, *sizes)
+        assert config is not None
+        _launch(spec, device, config)
+        return recorded["paged_attention"].calls.pop()
+
+    return arguments

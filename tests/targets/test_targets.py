@@ -106,3 +106,13 @@ def test_write_cache(target, cache, recorded, compile_recorded):
 def test_merge_states(target, dtype, recorded, compile_recorded):
     launch.merge_states(torch.zeros(2, 16, 8, 128, dtype=dtype), torch.zeros(2, 16, 8), torch.zeros(8))
     assert compile_recorded(target, recorded["merge"]).metadata.shared <= 64 * 1024
+
+
+def test_descriptors_are_taken_where_a_page_holds_the_tile(launched):
+    spec = AttentionSpec(32, 8, 128, BF16, page_size=128)
+    assert launched("sm90", spec)["k_descriptor"].block_shape == [1, 1, 128, 128]
+    assert launched("sm90", spec.replace(kv_layout="HND"))["v_descriptor"].strides == [8 * 128 * 128, 128 * 128, 128, 1]
+    assert launched("sm80", spec)["k_descriptor"] is None  # no such unit
+    assert launched("sm90", spec.replace(page_size=16))["k_descriptor"] is None  # a tile lies in several pages
+    assert launched("sm90", spec.replace(kv_dtype=E4M3))["k_descriptor"] is None  # bytes pass through registers
+    assert launched("sm90", spec.replace(mm_prefix="override_window"))["k_descriptor"] is None  # grouped spans
