@@ -86,7 +86,7 @@ _HOPPER: dict[tuple[str, int, int], LaunchConfig] = {
     ("prefill", 2, 64): _tile(128, 64, 8, 2, 2, "SP", _H200, _PART),
     ("prefill", 2, 128): _tile(128, 64, 8, 3, 1, "SP", _H200, _PART),
     ("prefill", 2, 256): _tile(128, 64, 8, 2, 1, "SP-", _H200, _PART),
-    ("prefill", 2, 512): _tile(64, 32, 8, 2, 1, "SP", _H200, _PART),
+    ("prefill", 2, 512): _tile(64, 16, 8, 3, 1, "P", _H200, _PART),
     ("verify", 2, 64): _tile(64, 64, 4, 3, 3, "SP", _H200),
     ("verify", 2, 128): _tile(64, 64, 4, 3, 2, "SP", _H200),
     ("few", 2, 64): _tile(32, 128, 4, 3, 2, "SPW", _H200),
@@ -94,7 +94,7 @@ _HOPPER: dict[tuple[str, int, int], LaunchConfig] = {
     ("decode", 2, 64): _tile(16, 128, 4, 3, 2, "SPW", _H200),
     ("decode", 2, 128): _tile(16, 64, 4, 3, 2, "SPW", _H200),
     ("decode", 2, 256): _tile(16, 64, 4, 2, 1, "SP", _H200),
-    ("decode", 2, 512): _tile(16, 32, 4, 2, 1, "S", _H200),
+    ("decode", 2, 512): _tile(16, 16, 4, 3, 2, "P", _H200),
     ("prefill", 1, 128): _tile(128, 64, 8, 3, 1, "SP", _H200, _PART),
     ("few", 1, 128): _tile(32, 32, 2, 3, 4, "SP", _H200),
     ("decode", 1, 64): _tile(16, 64, 4, 3, 4, "SP", _H200),
@@ -145,7 +145,11 @@ def launch_config(
         config = replace(config, block_m=16, block_n=16)
     if config.block_m < least.block_m:
         config = replace(config, block_m=least.block_m, num_warps=8)
-    while shared_memory(target, config, head_size, v_head_size, element, kv_element) > target.shared_memory > 0:
+    while (
+        shared_memory(target, config, head_size, v_head_size, element, kv_element, described(target, config, element, kv_element, page_size))
+        > target.shared_memory
+        > 0
+    ):
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > least.block_n:
@@ -174,12 +178,20 @@ def reads_shared(target: Target) -> bool:
     return target.arch.startswith(("sm90", "sm10"))
 
 
+def described(target: Target, config: LaunchConfig, element: int, kv_element: int, page_size: int) -> bool:
+    """Whether tensor descriptors copy the tiles, if the device has them and the cache's strides allow it."""
+    fits = page_size > 0 and page_size % config.block_n == 0
+    return config.descriptors and fits and element == kv_element == 2 and target.arch.startswith(("sm90", "sm10", "sm12"))
+
+
 def smallest_tile(group: int) -> LaunchConfig:
     """What is tried last: the group's heads times 16 keys, without pipelining."""
     return _tile(power_of_two(group), 16, 4, 1, 1, "", "the least that the matrix units take")
 
 
-def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_size: int, element: int, kv_element: int) -> int:
+def shared_memory(
+    target: Target, config: LaunchConfig, head_size: int, v_head_size: int, element: int, kv_element: int, by_descriptors: bool = False
+) -> int:
     """Bytes of shared memory a block uses at most. A bound, held against what compilers report for each target.
 
     The Q block, the weights and the tiles in flight; or the accumulator, when it changes its layout to be stored.
@@ -187,7 +199,7 @@ def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_s
     d, dv, m, n = power_of_two(head_size), power_of_two(v_head_size), config.block_m, config.block_n
     wide = max(element, kv_element)
     q, weights, k, v = m * d * element, m * n * element, n * d * wide, n * dv * wide
-    whole = reads_shared(target) and (m >= 64 or config.swap)  # the product is of whole tiles where they lie
+    whole = by_descriptors or (reads_shared(target) and (m >= 64 or config.swap))  # the product is of whole tiles where they lie
     if config.num_stages == 1:
         tiles = max(k, v)  # one after the other in the same place
     else:
@@ -195,6 +207,6 @@ def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_s
         tiles = (k + v) * (config.num_stages if whole else config.num_stages - 1)
     if target.type == "rocm" and config.num_stages == 1:
         return max(q, tiles) + weights + 1024  # everything passes through on its way to registers
-    if whole and not config.swap and element == 2 and target.arch.startswith("sm90"):
+    if whole and m >= 64 and not config.swap and element == 2 and target.arch.startswith("sm90"):
         weights = 0  # wgmma takes them from registers
     return max(q + weights + tiles + 1024, m * dv * 4)

@@ -30,7 +30,7 @@ from attnmux.dispatch.devices import resolve  # noqa: E402
 from attnmux.dispatch.registry import Registry  # noqa: E402
 from attnmux.dispatch.spec import AttentionSpec  # noqa: E402
 from attnmux.kernels.triton import launch  # noqa: E402
-from attnmux.kernels.triton.config import LaunchConfig, Target, launch_config, shared_memory  # noqa: E402
+from attnmux.kernels.triton.config import LaunchConfig, Target, described, launch_config, shared_memory  # noqa: E402
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 GPUS = {"sm80": ("cuda", 80, 32), "sm90": ("cuda", 90, 32), "sm100": ("cuda", 100, 32), "sm120": ("cuda", 120, 32)}
@@ -158,7 +158,7 @@ def compile_attention(gpus: dict[str, Device], recorded: dict[str, Recorder], re
         compiled(target, recorded["combine"])
         compiled(target, recorded["plan_step"])
         tile = f"{config.block_m}x{config.block_n}, {config.num_warps}, {config.num_stages}"
-        predicted = shared_memory(where, config, *sizes)
+        predicted = shared_memory(where, config, *sizes, described(where, config, sizes[2], sizes[3], spec.page_size or 0))
         found = Compiled(target, variant, kind, tile, kernel.metadata.shared, predicted, where.shared_memory, *resources(target, kernel), seconds)
         record_property("compiled", json.dumps(asdict(found)))
         return found

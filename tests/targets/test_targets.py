@@ -21,7 +21,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "D192/128": {"head_size": 192, "v_head_size": 128},
     "D128 fp16": {"dtype": FP16},
     "D128 page of 128": {"page_size": 128},
-    "D256 page of 64": {"page_size": 64},
+    "D256 page of 64": {"head_size": 256, "page_size": 64},
     **{f"D{size} fp32": {"head_size": size, "dtype": FP32} for size in (64, 128, 256, 512)},
     **{f"D{size} e4m3fn": {"head_size": size, "kv_dtype": E4M3, "kv_scale": "tensor"} for size in (64, 128, 256, 512)},
     "D128 e5m2": {"kv_dtype": E5M2, "kv_scale": "head"},
