@@ -56,7 +56,11 @@ def measure(query_lens: list[int], keys: int) -> tuple[float, float, float]:
 
 def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds")
-    for name, query_lens, keys in (("decode, 64 rows", [1] * 64, 512), ("prefill, 1 row of 64", [64], 64), ("mixed, 1 + 63 rows", [64] + [1] * 63, 512)):
+    for name, query_lens, keys in (
+        ("decode, 64 rows", [1] * 64, 512),
+        ("prefill, 1 row of 64", [64], 64),
+        ("mixed, 1 + 63 rows", [64] + [1] * 63, 512),
+    ):
         new, into, run = measure(query_lens, keys)
         print(f"{name:22} new plan {new:6.1f}   plan into {into:6.1f}   run {run:6.1f}")
 
