@@ -1,0 +1,69 @@
+"""The adapter of FlexAttention: rows of a batch to tiles, a layer to calls; see :mod:`attnmux.kernels.flex`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from attnmux.backends._sight import sight_of
+from attnmux.dispatch.backend import Backend, LayerArgs
+from attnmux.dispatch.batch import Batch
+from attnmux.dispatch.device import Device
+from attnmux.dispatch.spec import AttentionSpec
+from attnmux.kernels.flex.look import Look
+from attnmux.kernels.flex.run import run_step
+from attnmux.kernels.flex.step import PACKED_BLOCK, Step
+from attnmux.kernels.flex.tiles import Row
+
+
+class FlexBackend(Backend):
+    """Compiled over the pool in place on a GPU. On a CPU torch's plain formulas, over a copy of the step's keys:
+    compiled there FlexAttention returns no log-sum-exp, and plain it multiplies every key it is given.
+    """
+
+    def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
+        super().__init__(spec, device, options)
+        self._gpu = device.type != "cpu"
+        self._look = Look(
+            sight=sight_of(spec),
+            causal=None if spec.causal == "per_sequence" else spec.causal,
+            page_size=spec.page_size or PACKED_BLOCK,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            alibi=spec.alibi,
+        )
+
+    def plan(self, batch: Batch, workspace: Tensor | None, previous: Any) -> Step:
+        """Cuts every row on the host; reads the block table, so that a changed table needs a new plan."""
+        packed = self.spec.page_size is None
+        where = batch.kv_start_loc if packed else batch.block_table
+        assert where is not None
+        step = Step(self._look, self._rows(batch), batch.num_tokens, self.spec.num_q_heads, where, packed, materialised=not self._gpu)
+        step.parts(self._gpu and not packed)  # what the first layer would otherwise wait for
+        return step
+
+    def _rows(self, batch: Batch) -> list[Row]:
+        causal = batch.causal.tolist() if batch.causal is not None else [self.spec.causal is True] * batch.num_seqs
+        prefix = batch.prefix_lens.tolist() if batch.prefix_lens is not None else [0] * batch.num_seqs
+        rows, token = [], 0
+        for i, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.key_lens, strict=True)):
+            if q_len and kv_len:
+                rows.append(Row(i, token, q_len, kv_len, causal[i], batch.spans(i), prefix[i]))
+            token += q_len
+        return rows
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: Any, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
+        run_step(
+            state,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            lse,
+            layer.sinks,
+            layer.alibi_slopes,
+            in_place=self._gpu,
+            compiler="inductor" if self._gpu else None,
+        )

@@ -1,0 +1,132 @@
+"""One layer of a step: every part through FlexAttention, merged by log-sum-exp, sinks last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache, partial
+from threading import Lock
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention as flex
+from torch import Tensor
+
+from attnmux.kernels.flex.look import PRECISE, WIDEST_KEYS, Look, Tables, attend
+from attnmux.kernels.flex.step import Part, Step
+from attnmux.kernels.reference import full_precision
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tables, Tensor | None, dict[str, Any] | None], tuple[Tensor, Tensor]]
+_LOCK = Lock()
+
+
+@lru_cache(maxsize=None)
+def compiled(look: Look, spread: int, compiler: Any = "inductor") -> Attend:
+    """The call for one kind of layer, compiled with every length dynamic: it serves all steps."""
+    return torch.compile(partial(attend, look, spread), backend=compiler, dynamic=True, fullgraph=True)
+
+
+def run_step(
+    step: Step,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    *,
+    in_place: bool,
+    compiler: Any = "inductor",
+) -> None:
+    """Attention of one layer into ``out`` (and ``lse``).
+
+    Args:
+        step: the plan.
+        q, k_cache, v_cache, out, lse: as a backend's ``run`` gets them, NHD or packed.
+        sinks, slopes: ``[Hq]``.
+        in_place: read whole pages where they lie. Only a kernel that skips the blocks it is not given may: one that
+            multiplies the whole pool by weights of 0 returns NaN for a pool that holds some.
+        compiler: backend of ``torch.compile``; ``None`` runs torch's own plain formulas, in fp32.
+    """
+    spread = spread_of(k_cache, v_cache) if in_place and not step.packed else None
+    total = torch.full((step.num_tokens, q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+    result = torch.zeros((*total.shape, v_cache.shape[-1]), dtype=torch.float32, device=q.device)
+    with torch.no_grad(), _plain() if compiler is None else nullcontext():
+        for part in step.parts(spread is not None):
+            got, weight = _run_part(step, part, spread, q, k_cache, v_cache, slopes, compiler)
+            before = total[part.written]
+            after = torch.logaddexp(before, weight)
+            total[part.written] = after
+            result[part.written] = result[part.written] * _share(before, after) + got * _share(weight, after)
+        if sinks is not None:
+            after = torch.logaddexp(total, sinks.to(torch.float32))
+            result, total = result * _share(total, after), after
+        out[: step.num_tokens] = result.to(out.dtype)
+        if lse is not None:
+            lse[: step.num_tokens] = total
+
+
+def _run_part(
+    step: Step, part: Part, spread: int | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, slopes: Tensor | None, compiler: Any
+) -> tuple[Tensor, Tensor]:
+    """``out`` and log-sum-exp of the part's own tokens, in fp32."""
+    tiles = q.index_select(0, part.tokens).view(-1, part.size, *q.shape[1:]).transpose(1, 2)  # [T, Hq, size, D]
+    if part.source is None:
+        assert spread is not None
+        tables = part.over(k_cache.shape[0], spread)
+        k, v = pool_view(k_cache, spread), pool_view(v_cache, spread)
+    else:
+        spread, tables = 1, part.tables
+        k, v = (_copied(cache, part) for cache in (k_cache, v_cache))
+    if compiler is None:  # the plain formulas round weights to the values' type, so that type is fp32
+        tiles, k, v = tiles.float(), k.float(), v.float()
+        out, lse = attend(step.look, spread, tiles, k, v, tables, slopes, None)
+    else:
+        options = {**PRECISE, "BLOCK_M": min(part.size, 64), "BLOCK_N": min(step.look.page_size, WIDEST_KEYS)}
+        out, lse = compiled(step.look, spread, compiler)(tiles, k, v, tables, slopes, options if q.device.type != "cpu" else None)
+    flat = out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)  # [T * size, Hq, ...]
+    return flat[0][part.places].float(), flat[1][part.places].float()
+
+
+def _share(part: Tensor, total: Tensor) -> Tensor:
+    """What a part weighs in the total; nothing weighs nothing."""
+    return torch.exp(part - torch.where(total == -torch.inf, 0.0, total))[..., None]
+
+
+def _copied(cache: Tensor, part: Part) -> Tensor:
+    """``[1, Hkv, places, size]``: the part's blocks, with zeros where they are no row's; a weight of 0 would not stop NaN."""
+    assert part.source is not None and part.kept is not None
+    keys = cache.index_select(0, part.source)
+    keys = keys.flatten(0, 1) if keys.dim() == 4 else keys
+    return torch.where(part.kept[:, None, None], keys, 0).transpose(0, 1)[None]
+
+
+def spread_of(k_cache: Tensor, v_cache: Tensor) -> int | None:
+    """How many pages' room lies from one page to the next if both pools are views of one run of keys; otherwise ``None``."""
+    found = set()
+    for cache in (k_cache, v_cache):
+        page = cache.shape[1] * cache.stride(1)
+        if page == 0 or cache.stride(0) % page or cache.stride(0) == 0:
+            return None
+        found.add(cache.stride(0) // page)
+    return found.pop() if len(found) == 1 else None
+
+
+def pool_view(cache: Tensor, spread: int) -> Tensor:
+    """A pool ``[pages, page, Hkv, D]`` as ``[1, Hkv, places, D]``, where page ``i`` starts at place ``i * spread * page``."""
+    pages, page, heads, size = cache.shape
+    places = ((pages - 1) * spread + 1) * page
+    return cache.as_strided((1, heads, places, size), (places * cache.stride(1), cache.stride(2), cache.stride(1), cache.stride(3)))
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """torch's formulas without a compiler: its own switch for that, which a compiled call does not read."""
+    with _LOCK, full_precision():
+        before = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+        flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+        try:
+            yield
+        finally:
+            flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
