@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from attnmux.backends._claims import HALF, every_mask
+from attnmux.backends.triton import TRITON
 from attnmux.dispatch.claims import BackendInfo, TestedOn
 from attnmux.dispatch.constraints import OneOf, Range
 from attnmux.dispatch.device import DeviceSet
@@ -16,18 +17,17 @@ from attnmux.dispatch.requirements import Package
 
 attnmux_contract = "1.0"
 
-CLAIMS = (
-    replace(
-        every_mask(
-            DeviceSet("cuda", "rocm", "xpu", "cpu"),
-            head_size=Range(16, 256, of=8),
-            dtype=OneOf(*HALF.values, torch.float32),
-            # a page is a block of the block mask; NHD only, because an HND pool is no view of one run of keys
-            page_size=OneOf(None, 16, 32, 64, 128, 256),
-        ),
-        lengths=OneOf("exact"),  # the block mask is built when a step is planned
+CPU = replace(
+    every_mask(
+        DeviceSet("cpu"),
+        head_size=Range(16, 256, of=8),
+        dtype=OneOf(*HALF.values, torch.float32),
+        # a page is a block of the block mask; NHD only, because an HND pool is no view of one run of keys
+        page_size=OneOf(None, 16, 32, 64, 128, 256),
     ),
+    lengths=OneOf("exact"),  # the block mask is built when a step is planned
 )
+CLAIMS = (replace(CPU, device=DeviceSet("cuda", "rocm", "xpu"), requires=(TRITON,)), CPU)  # a CPU runs it uncompiled
 
 
 @hookimpl

@@ -12,11 +12,6 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from attnmux.kernels.masks import Sight
 
-PRECISE = {"BACKEND": "TRITON", "FLOAT32_PRECISION": "'ieee'"}
-"""Kernel options: the template that takes every group size, and fp32 that is fp32 whatever the process allows elsewhere."""
-WIDEST_KEYS = 64
-"""Keys a step of the kernel's loop takes at most; pages of fewer are a step each."""
-
 
 @dataclass(frozen=True, slots=True)
 class Look:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import cache
 from threading import Lock
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 
-from attnmux.kernels.flex.look import PRECISE, WIDEST_KEYS, Look, Tables, attend
+from attnmux.kernels.flex.look import Look, Tables, attend
 from attnmux.kernels.flex.step import Part, Step
 from attnmux.kernels.reference import full_precision
 
@@ -20,10 +21,32 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tables, Tensor | None, dict[str, Any]
 _LOCK = Lock()
 
 
-@lru_cache(maxsize=None)
-def compiled(look: Look, spread: int, compiler: Any = "inductor") -> Attend:
-    """The call for one kind of layer, compiled with every length dynamic: it serves all steps."""
-    return torch.compile(partial(attend, look, spread), backend=compiler, dynamic=True, fullgraph=True)
+@cache
+def compiled(look: Look, spread: int, form: tuple[object, ...], compiler: Any = "inductor") -> Attend:
+    """The call for one kind of layer and tile: with arguments of :func:`_of_any_length` one graph serves all steps.
+
+    ``form`` is whatever else a graph depends on. Each has code of its own, since torch counts a function's graphs by its code
+    and refuses the ninth.
+    """
+
+    def call(q: Tensor, k: Tensor, v: Tensor, tables: Tables, slopes: Tensor | None, options: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
+        return attend(look, spread, q, k, v, tables, slopes, options)
+
+    own = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
+    return torch.compile(own, backend=compiler, fullgraph=True)
+
+
+def _of_any_length(q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> None:
+    """Says which dimensions change from step to step. Each by itself: ``dynamic=True`` takes equal sizes for the same
+    size, and two tiles for the two heads of a pool, which are fixed.
+    """
+    dynamic = [(q, (0,)), (k, (2,)), (v, (2,)), (tables.num_blocks, (0,)), (tables.blocks, (0, 3)), (tables.logical, (0, 1))]
+    dynamic += [
+        (t, range(t.dim())) for t in (tables.row, tables.first, tables.seq_len, tables.causal, tables.prefix_len, tables.family) if t is not None
+    ]
+    for tensor, dims in dynamic:
+        for dim in dims:
+            torch._dynamo.mark_dynamic(tensor, dim)
 
 
 def run_step(
@@ -78,15 +101,32 @@ def _run_part(
         k, v = pool_view(k_cache, spread), pool_view(v_cache, spread)
     else:
         spread, tables = 1, part.tables
-        k, v = (_copied(cache, part) for cache in (k_cache, v_cache))
+        k, v = (_copied(pool, part) for pool in (k_cache, v_cache))
     if compiler is None:  # the plain formulas round weights to the values' type, so that type is fp32
         tiles, k, v = tiles.float(), k.float(), v.float()
         out, lse = attend(step.look, spread, tiles, k, v, tables, slopes, None)
     else:
-        options = {**PRECISE, "BLOCK_M": min(part.size, 64), "BLOCK_N": min(step.look.page_size, WIDEST_KEYS)}
-        out, lse = compiled(step.look, spread, compiler)(tiles, k, v, tables, slopes, options if q.device.type != "cpu" else None)
+        _of_any_length(tiles, k, v, tables)
+        options = None if q.device.type == "cpu" else kernel_options(part.size, step.look.page_size, q.shape[-1], q.dtype)
+        form = tiles.shape[1:], k.shape[1], q.dtype, q.device.type
+        out, lse = compiled(step.look, spread, form, compiler)(tiles, k, v, tables, slopes, options)
     flat = out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)  # [T * size, Hq, ...]
     return flat[0][part.places].float(), flat[1][part.places].float()
+
+
+def kernel_options(tile: int, page_size: int, head_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """A fixed choice of the Triton template's tiles, as torch's own may be larger than a page.
+
+    Two stages of keys and values beside the queries stay within the 99 KiB of shared memory that consumer GPUs have.
+    """
+    widest = max(16, min(64, 2**14 // (2 ** (head_size - 1).bit_length() * dtype.itemsize)))
+    return {
+        "BACKEND": "TRITON",  # the one that takes every group size, rather than what a length suggests
+        "FLOAT32_PRECISION": "'ieee'",  # fp32 means fp32, whatever the process allows elsewhere
+        "BLOCK_M": min(tile, widest),
+        "BLOCK_N": min(page_size, widest),
+        "num_stages": 2,
+    }
 
 
 def _share(part: Tensor, total: Tensor) -> Tensor:
@@ -99,17 +139,17 @@ def _copied(cache: Tensor, part: Part) -> Tensor:
     assert part.source is not None and part.kept is not None
     keys = cache.index_select(0, part.source)
     keys = keys.flatten(0, 1) if keys.dim() == 4 else keys
-    return torch.where(part.kept[:, None, None], keys, 0).transpose(0, 1)[None]
+    return torch.where(part.kept[:, None, None], keys, 0)[None].transpose(1, 2)
 
 
 def spread_of(k_cache: Tensor, v_cache: Tensor) -> int | None:
     """How many pages' room lies from one page to the next if both pools are views of one run of keys; otherwise ``None``."""
     found = set()
-    for cache in (k_cache, v_cache):
-        page = cache.shape[1] * cache.stride(1)
-        if page == 0 or cache.stride(0) % page or cache.stride(0) == 0:
+    for pool in (k_cache, v_cache):
+        page = pool.shape[1] * pool.stride(1)
+        if page == 0 or pool.stride(0) % page or pool.stride(0) == 0:
             return None
-        found.add(cache.stride(0) // page)
+        found.add(pool.stride(0) // page)
     return found.pop() if len(found) == 1 else None
 
 
