@@ -80,7 +80,7 @@ def mask_of(look: Look, tables: Tables, spread: int) -> _Mod:
         recent = _recent(sight, q_pos, k_pos)
         if sight.mm_prefix is None:
             return inside & ahead & recent
-        span = _same_span(cast(Tensor, tables.family), row, q_pos, k_pos)
+        span = _same_span(cast(Tensor, tables.family), row, q_pos, k_pos, tables.seq_len[row] - 1)
         return inside & ((ahead & recent) | span) if sight.mm_prefix == "override_window" else inside & (ahead | span) & recent
 
     return mask
@@ -135,10 +135,10 @@ def _recent(sight: Sight, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     return recent
 
 
-def _same_span(family: Tensor, row: Tensor, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-    last = family.shape[1] - 1  # places beyond a row's keys, padding tokens among them, belong to no answer
-    seen_from = family[row, q_pos.clamp(0, last)]
-    return (seen_from >= 0) & (seen_from == family[row, k_pos.clamp(0, last)])
+def _same_span(family: Tensor, row: Tensor, q_pos: Tensor, k_pos: Tensor, last: Tensor) -> Tensor:
+    """Beyond the row's ``last`` key are padding tokens and keys that are masked anyway; they must not index beyond the table."""
+    seen_from = family[row, torch.minimum(q_pos, last)]
+    return (seen_from >= 0) & (seen_from == family[row, torch.minimum(k_pos, last)])
 
 
 def attend(
@@ -181,4 +181,4 @@ def attend(
         kernel_options=cast(Any, options),
         return_aux=AuxRequest(lse=True),
     )
-    return out, aux.lse
+    return out, cast(Tensor, aux.lse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from threading import Lock
@@ -40,7 +40,14 @@ def _of_any_length(q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> None:
     """Says which dimensions change from step to step. Each by itself: ``dynamic=True`` takes equal sizes for the same
     size, and two tiles for the two heads of a pool, which are fixed.
     """
-    dynamic = [(q, (0,)), (k, (2,)), (v, (2,)), (tables.num_blocks, (0,)), (tables.blocks, (0, 3)), (tables.logical, (0, 1))]
+    dynamic: list[tuple[Tensor, Iterable[int]]] = [
+        (q, (0,)),
+        (k, (2,)),
+        (v, (2,)),
+        (tables.num_blocks, (0,)),
+        (tables.blocks, (0, 3)),
+        (tables.logical, (0, 1)),
+    ]
     dynamic += [
         (t, range(t.dim())) for t in (tables.row, tables.first, tables.seq_len, tables.causal, tables.prefix_len, tables.family) if t is not None
     ]

@@ -121,7 +121,7 @@ class Step:
         logical = torch.full((max(2, len(rows)), max(2, len(block))), -1, dtype=torch.int32)
         for (row, column), i in block.items():
             logical[row, i] = column
-        padded = [*rows, *rows[:1] * max(0, 2 - len(rows))]
+        padded = [*rows, *[rows[0]] * max(0, 2 - len(rows))]
         sight = self.look.sight
         i32 = torch.int32
         return Tables(

@@ -55,7 +55,8 @@ def cut(row: Row, size: int, sight: Sight, page_size: int) -> Iterator[Tile]:
 
 def apart(tiles: Sequence[Tile], page_size: int) -> tuple[list[Tile], list[Tile]]:
     """The same tiles without, and with only, the last block of a row that its keys do not fill."""
-    whole, ragged = [], []
+    whole: list[Tile] = []
+    ragged: list[Tile] = []
     for tile in tiles:
         filled = tile.row.kv_len // page_size
         for found, columns in (

@@ -280,7 +280,7 @@ def test_scores_that_do_not_fit_at_once(monkeypatch):
 
 CONTROLS = {
     "the mask": lambda m: m.setattr(look, "_ahead", lambda kind, tables, row, d: torch.ones_like(d, dtype=torch.bool)),
-    "spans": lambda m: m.setattr(look, "_same_span", lambda family, row, q, k: torch.zeros_like(q - k, dtype=torch.bool)),
+    "spans": lambda m: m.setattr(look, "_same_span", lambda family, row, q, k, last: torch.zeros_like(q - k, dtype=torch.bool)),
     "ALiBi": lambda m: m.setattr(look, "score_of", lambda *a: None),
     "merging": lambda m: m.setattr(run, "_share", lambda part, total: torch.ones_like(part)[..., None]),
     "tails": lambda m: m.setattr(step, "apart", lambda found, page: (found, [])),
