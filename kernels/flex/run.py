@@ -26,14 +26,14 @@ def compiled(look: Look, spread: int, form: tuple[object, ...], compiler: Any = 
     """The call for one kind of layer and tile: with arguments of :func:`_of_any_length` one graph serves all steps.
 
     ``form`` is whatever else a graph depends on. Each has code of its own, since torch counts a function's graphs by its code
-    and refuses the ninth.
+    and refuses the ninth. Not dynamic by itself: a window or page size that differs from the last graph's would become a variable.
     """
 
     def call(q: Tensor, k: Tensor, v: Tensor, tables: Tables, slopes: Tensor | None, options: dict[str, Any] | None) -> tuple[Tensor, Tensor]:
         return attend(look, spread, q, k, v, tables, slopes, options)
 
     own = FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
-    return torch.compile(own, backend=compiler, fullgraph=True)
+    return torch.compile(own, backend=compiler, fullgraph=True, dynamic=False)
 
 
 def _of_any_length(q: Tensor, k: Tensor, v: Tensor, tables: Tables) -> None:
