@@ -11,6 +11,7 @@ import torch.nn.attention.flex_attention as torch_flex
 from torch._dynamo.testing import CompileCounter
 
 import attnmux
+from attnmux.backends.flex_backend import FlexBackend
 from attnmux.dispatch.spec import AttentionSpec
 from attnmux.kernels.flex import run, tiles
 from attnmux.kernels.masks import Sight
@@ -76,6 +77,26 @@ def test_nothing_is_compiled_when_lengths_change(flex, changes):
         case = flex.clean(make_case(spec, rows))
         assert flex.error(case, flex.computed(case, in_place=True, compiler=counter)) <= 1
     assert counter.frame_count == 4
+
+
+@pytest.mark.parametrize("changes", [{}, {"alibi": "linear"}, {"attn_type": "encoder_only"}, {"rswa_window": 9}, {"page_size": None}], ids=str)
+def test_warmup_compiles_all_that_lengths_can_reach(changes, flex):
+    counter = CompileCounter()
+    spec = BASE.replace(**{"causal": None, **changes})
+    backend = FlexBackend(spec, attnmux.select(spec, "cpu", require="flex").device, {})
+    backend._gpu, backend._compiler = True, counter
+    backend.warmup(attnmux.Limits(8, 512, 512, 512))
+    assert counter.frame_count == (2 if spec.page_size is None else 4)
+    for q_len, kv_len in ((1, 90), (300, 300), (9, 9), (3, 64)):
+        row = Row(kv_len if spec.attn_type == "encoder_only" else q_len, kv_len)
+        case = flex.clean(make_case(spec, (row, row, row)))
+        for alone in (False, True):
+            case.k_cache, case.v_cache = (pool.clone() if alone else pool for pool in (case.k_cache, case.v_cache))
+            assert flex.error(case, flex.computed(case, in_place=True, compiler=counter)) <= 1
+    assert counter.frame_count == (2 if spec.page_size is None else 4)
+    backend._gpu = False
+    backend.warmup(attnmux.Limits(8, 512, 512, 512))
+    assert counter.frame_count == (2 if spec.page_size is None else 4)
 
 
 def test_many_kinds_of_layers_compile_side_by_side(flex):
