@@ -39,25 +39,33 @@ class FlexBackend(Backend):
         )
 
     def warmup(self, limits: Limits) -> None:
-        """A graph a tile size for copied keys and pools of their own, and one for pools that alternate by page.
+        """A graph a tile size for copied keys and pools of their own, and one for pools that alternate by page; in inference mode others.
 
         Pools of other strides compile at their first layer.
         """
+        page = self._look.page_size
+        lengths = [(1, page + 5), (SHORT_TILE + 1, page + 5)]
+        if self.spec.attn_type == "encoder_only":
+            lengths = [(SHORT_TILE, SHORT_TILE), (page + 5, page + 5)]
+        for (q_len, kv_len), pools, mode in product(lengths if self._gpu else (), (1, 2), (torch.no_grad, torch.inference_mode)):
+            with mode():
+                self._run_zeros(q_len, kv_len, pools)
+
+    def _run_zeros(self, q_len: int, kv_len: int, between: int) -> None:
+        """Two rows over zeros; from page to page lies the room of ``between`` pages."""
         spec, page = self.spec, self._look.page_size
-        lengths = [(SHORT_TILE, SHORT_TILE), (page + 5, page + 5)] if spec.attn_type == "encoder_only" else [(1, page + 5), (SHORT_TILE + 1, page + 5)]
-        for (q_len, kv_len), between in product(lengths if self._gpu else (), (1, 2)):
-            rows = [Row(i, i * q_len, q_len, kv_len, True) for i in range(2)]
-            like: dict[str, Any] = {"dtype": spec.dtype, "device": self.device.torch_device}
-            q = torch.zeros(2 * q_len, spec.num_q_heads, spec.head_size, **like)
-            if packed := spec.page_size is None:
-                pools = torch.zeros(between, 2 * kv_len, spec.num_kv_heads, spec.head_size, **like)
-                where = torch.tensor([0, kv_len, 2 * kv_len], dtype=torch.int32, device=q.device)
-            else:
-                pools = torch.zeros(4, between, page, spec.num_kv_heads, spec.head_size, **like).transpose(0, 1)
-                where = torch.arange(4, dtype=torch.int32, device=q.device).view(2, 2)
-            step = Step(self._look, rows, 2 * q_len, spec.num_q_heads, where, packed, materialised=False)
-            slopes = torch.ones(spec.num_q_heads, device=q.device) if spec.alibi else None
-            self.run(q, pools[0], pools[-1], step, torch.empty_like(q), None, LayerArgs(alibi_slopes=slopes))
+        rows = [Row(i, i * q_len, q_len, kv_len, True) for i in range(2)]
+        like: dict[str, Any] = {"dtype": spec.dtype, "device": self.device.torch_device}
+        q = torch.zeros(2 * q_len, spec.num_q_heads, spec.head_size, **like)
+        if packed := spec.page_size is None:
+            pools = torch.zeros(between, 2 * kv_len, spec.num_kv_heads, spec.head_size, **like)
+            where = torch.tensor([0, kv_len, 2 * kv_len], dtype=torch.int32, device=q.device)
+        else:
+            pools = torch.zeros(4, between, page, spec.num_kv_heads, spec.head_size, **like).transpose(0, 1)
+            where = torch.arange(4, dtype=torch.int32, device=q.device).view(2, 2)
+        step = Step(self._look, rows, 2 * q_len, spec.num_q_heads, where, packed, materialised=False)
+        slopes = torch.ones(spec.num_q_heads, device=q.device) if spec.alibi else None
+        self.run(q, pools[0], pools[-1], step, torch.empty_like(q), None, LayerArgs(alibi_slopes=slopes))
 
     def plan(self, batch: Batch, workspace: Tensor | None, previous: Any) -> Step:
         """Cuts every row on the host; reads the block table, so that a changed table needs a new plan."""

@@ -46,7 +46,7 @@ class Part:
             return self.tables
         if (pages, spread) not in self.pools:
             rows, owned, columns = self.owned
-            logical = torch.full((self.tables.seq_len.shape[0], pages), -1, dtype=torch.int32, device=owned.device)
+            logical = torch.full((self.tables.seq_len.shape[0], max(2, pages)), -1, dtype=torch.int32, device=owned.device)
             logical[rows, owned] = columns
             self.pools[pages, spread] = self.tables._replace(logical=logical, blocks=self.tables.blocks * spread)
         return self.pools[pages, spread]
