@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from attnmux.backends._claims import HALF, every_mask
-from attnmux.dispatch.claims import BackendInfo
+from attnmux.backends.triton import TRITON
+from attnmux.dispatch.claims import BackendInfo, TestedOn
 from attnmux.dispatch.constraints import OneOf, Range
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
@@ -15,15 +17,17 @@ from attnmux.dispatch.requirements import Package
 
 attnmux_contract = "1.0"
 
-CLAIMS = (
+CPU = replace(
     every_mask(
-        DeviceSet("cuda", "rocm", "xpu", "cpu"),
+        DeviceSet("cpu"),
         head_size=Range(16, 256, of=8),
         dtype=OneOf(*HALF.values, torch.float32),
         # a page is a block of the block mask; NHD only, because an HND pool is no view of one run of keys
         page_size=OneOf(None, 16, 32, 64, 128, 256),
     ),
+    lengths=OneOf("exact"),  # the block mask is built when a step is planned
 )
+CLAIMS = (replace(CPU, device=DeviceSet("cuda", "rocm", "xpu"), requires=(TRITON,)), CPU)  # a CPU runs it uncompiled
 
 
 @hookimpl
@@ -32,6 +36,7 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         name="flex",
         summary="torch FlexAttention: any mask, any device",
         claims=CLAIMS,
-        implementation=None,
+        implementation="attnmux.backends.flex_backend:FlexBackend",
         requires=(Package("torch", ">=2.11"),),
+        tested_on=(TestedOn("cpu", "CPU", "2026-11-30", "torch 2.13"),),
     )

@@ -73,7 +73,7 @@ def reference_attention(
     out = torch.zeros(shape, dtype=compute_dtype, device=q.device) if out is None else out
     lse = torch.full(shape[:2], -torch.inf, dtype=compute_dtype, device=q.device) if lse is None else lse
     token = 0
-    with _full_precision():
+    with full_precision():
         for row, (q_len, kv_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
             places = _places(k_cache, block_table, kv_start_loc, row, kv_layout)
             step = max(1, MAX_SCORES // (q.shape[1] * max(kv_len, 1)))
@@ -163,7 +163,7 @@ def _softmax(scores: Tensor, values: Tensor, sinks: Tensor | None) -> tuple[Tens
 
 
 @contextmanager
-def _full_precision() -> Iterator[None]:
+def full_precision() -> Iterator[None]:
     """fp32 means fp32, whatever the process allows elsewhere."""
     allowed = torch.get_float32_matmul_precision()
     if allowed == "highest":

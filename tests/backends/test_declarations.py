@@ -122,6 +122,7 @@ FACTS = [
     ("flex", "cuda:sm70", {"dtype": FP32, "alibi": "sqrt", "row_class": "image", **SPANS}, ""),
     ("flex", "rocm:gfx1100", {"sinks": True, "return_lse": True, "causal": "per_sequence"}, ""),
     ("flex", "cpu", {"rswa_window": 64}, ""),
+    ("flex", "cuda:sm80", {"lengths": "upper_bound"}, "lengths"),
     ("flex", "cuda:sm80", {"kv_layout": "HND"}, "kv_layout"),
     ("flex", "cuda:sm80", {"page_size": 48}, "page_size"),
     ("flex", "cuda:sm80", {"kv_dtype": E4M3FN}, "kv_dtype"),
