@@ -21,6 +21,7 @@ from attnmux.kernels.triton.config import LaunchConfig, Target, launch_config
 
 INVARIANT_CUT_KEYS = 2048
 """Keys a part has in decode under ``batch_invariant``."""
+MOST_PROGRAMS = 1 << 16
 WHOLE = 1 << 30
 """More tiles than a row has."""
 
@@ -31,9 +32,9 @@ class TritonBackend(Backend):
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
         super().__init__(spec, device, options)
         self._torch_device = torch.device(device.torch_device)
-        self._programs = None if options.get("programs") is None else int(options["programs"])
-        if self._programs is not None and self._programs < 1:
-            raise ValueError(complaint("programs in the options of triton", self._programs, "1 or more"))
+        self._programs = options.get("programs")
+        if self._programs is not None and (type(self._programs) is not int or not 1 <= self._programs <= MOST_PROGRAMS):
+            raise ValueError(complaint("programs in the options of triton", repr(self._programs), f"a whole number from 1 to {MOST_PROGRAMS}"))
         self._multiprocessors = multiprocessors(self._torch_device)
         self._target = Target(device.type, device.arch, device.shared_memory)
         self._features = features_of(spec, device)
@@ -65,7 +66,7 @@ class TritonBackend(Backend):
         for kind, longest in self._longest(batch.query_lens).items():
             if kind not in work:
                 work[kind] = self._work(kind, longest, batch, workspace if stream == self._owner else None)
-        lens = launch.Lengths(batch.num_seqs, batch.query_start_loc, batch.seq_lens)
+        lens = launch.Lengths(batch.num_seqs, batch.query_start_loc.contiguous(), batch.seq_lens.contiguous())
         for each in work.values():
             launch.plan(rows, lens, each, self._features, self.spec.group)
         if stream is None or capturing:  # what a graph records is no event for anyone else
@@ -77,7 +78,8 @@ class TritonBackend(Backend):
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: State, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
         q_scale = 1.0 if layer.q_scale is None and self.spec.q_dtype != self.spec.dtype else layer.q_scale
         scales = self._scale(q_scale), self._scale(layer.k_scale), self._scale(layer.v_scale)
-        inputs = launch.Layer(self._sinks(layer.sinks), layer.alibi_slopes, *scales)
+        slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.contiguous()
+        inputs = launch.Layer(self._sinks(layer.sinks), slopes, *scales)
         if self._raw_stream() == state.raw_stream:
             for work in state.work.values():
                 launch.attend(q, self._nhd(k_cache), self._nhd(v_cache), out, lse, state.rows, work, self._features, inputs)
@@ -97,7 +99,7 @@ class TritonBackend(Backend):
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layer: LayerArgs) -> None:
         for new, cache, scale in ((k, k_cache, layer.k_scale), (v, v_cache, layer.v_scale)):
-            launch.store(new, self._nhd(cache), slot_mapping, self._scale(scale), self.spec.page_size or 0, self.spec.kv_scale == "head")
+            launch.store(new, self._nhd(cache), slot_mapping.contiguous(), self._scale(scale), self.spec.page_size or 0, self.spec.kv_scale == "head")
 
     def _nhd(self, cache: Tensor) -> Tensor:
         return cache.transpose(1, 2) if self.spec.page_size is not None and self.spec.kv_layout == "HND" else cache
@@ -116,13 +118,14 @@ class TritonBackend(Backend):
 
     def _reachable(self, limits: Limits) -> dict[tuple[str, LaunchConfig], int]:
         """Every launch that batches within the limits can need, with a query length that leads to it. Longer rows are all alike."""
-        lengths = range(1, min(limits.max_query_len, MAX_DECODE_TOKENS + 1) + 1)
+        longest = limits.max_query_len if self.spec.attn_type == "cross" else min(limits.max_query_len, limits.max_seq_len)
+        lengths = range(1, min(longest, MAX_DECODE_TOKENS + 1) + 1)
         return {(self._kind(n), self._config(self._kind(n), n)): n for n in lengths}
 
     def _run_once(self, length: int, span: tuple[int, ...], limits: Limits) -> None:
         """One row of so many query tokens, so that the kernels it needs are compiled."""
         spec, device, owner = self.spec, self._torch_device, self._owner
-        keys = max(length, min(limits.max_seq_len, 4 * self._config(self._kind(length), length).block_n))  # enough to be cut
+        keys = min(limits.max_seq_len, max(length, 4 * self._config(self._kind(length), length).block_n))  # enough to be cut
         state = self.plan(one_row(spec, device, length, keys, span), None, None)
         self._owner = owner  # who compiles need not be who serves
         q = torch.zeros((length, spec.num_q_heads, spec.head_size), dtype=spec.dtype, device=device).to(spec.q_dtype)
@@ -193,6 +196,8 @@ class TritonBackend(Backend):
     def _rows(self, batch: Batch, earlier: State | None) -> launch.Rows:
         table = batch.block_table if batch.block_table is not None else batch.kv_start_loc
         assert table is not None  # checked with the batch
+        if table.stride(-1) != 1:  # kernels read neighbours; a row may begin anywhere
+            table = table.contiguous()
         limits, old = self.limits, earlier.rows if earlier else None
 
         def own(new: Tensor, held: Tensor | None, *shape: int) -> Tensor:
@@ -204,7 +209,7 @@ class TritonBackend(Backend):
             buffer[part].copy_(new[part], non_blocking=True)
             return buffer
 
-        prefix, causal = batch.prefix_lens, batch.causal
+        prefix, causal = (None if each is None else each.contiguous() for each in (batch.prefix_lens, batch.causal))
         if limits is not None:
             seqs, columns = limits.max_num_seqs, -(-limits.max_seq_len // (self.spec.page_size or 1))
             table = own(table, old.table if old else None, *((seqs, columns) if table.dim() == 2 else (seqs + 1,)))
@@ -235,12 +240,14 @@ class TritonBackend(Backend):
         return torch.tensor(values, dtype=torch.int32).to(self._torch_device, non_blocking=True)
 
     def _sinks(self, sinks: Tensor | None) -> Tensor | None:
-        """In a dtype for which kernels were compiled ahead."""
-        return sinks if sinks is None or sinks.dtype in (torch.float32, self.spec.dtype) else sinks.float()
+        """Side by side, and in a dtype for which kernels were compiled ahead."""
+        if sinks is None:
+            return None
+        return sinks.contiguous() if sinks.dtype in (torch.float32, self.spec.dtype) else sinks.float().contiguous()
 
     def _scale(self, scale: Tensor | float | None) -> Tensor | None:
         if scale is None or isinstance(scale, Tensor):
-            return None if scale is None else scale.reshape(-1)
+            return None if scale is None else scale.reshape(-1).contiguous()
         held = self._scales.get(scale)
         if held is None:
             held = torch.full((1,), scale, dtype=torch.float32, device=self._torch_device)

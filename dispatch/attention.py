@@ -131,7 +131,7 @@ class Attention:
         if not isinstance(plan, Plan) or plan.attention is not self:
             raise ValueError(complaint("plan", type(plan).__name__, "a plan made by this Attention"))
         layer = LayerArgs(sinks, alibi_slopes, q_scale, k_scale, v_scale)
-        plainly = called_plainly(q, k_cache, v_cache)
+        plainly = called_plainly(q, k_cache, v_cache, out, sinks, alibi_slopes, q_scale, k_scale, v_scale)
         if plainly and out is not None and not self.spec.return_lse and plan.execute_known(q, k_cache, v_cache, out, None, only, layer):
             return out
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
@@ -142,7 +142,7 @@ class Attention:
             out = torch.empty((q.shape[0], self.spec.num_q_heads, self.spec.v_head_size), dtype=self.spec.dtype, device=q.device)
         lse = torch.empty((q.shape[0], self.spec.num_q_heads), dtype=torch.float32, device=q.device) if self.spec.return_lse else None
         (qt, qv), (kt, kv), (vt, vv) = split("q_scale", q_scale), split("k_scale", k_scale), split("v_scale", v_scale)
-        if plainly and type(out) is Tensor:
+        if plainly:
             if not plan.execute_known(q, k_cache, v_cache, out, lse, only, layer):
                 plan.execute(q, k_cache, v_cache, out, lse, only, layer)
         else:

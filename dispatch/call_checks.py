@@ -140,6 +140,8 @@ def check_write(
     """
     expect_tensor("k", k, ("tokens", spec.num_kv_heads, spec.head_size), (spec.dtype,), device)
     expect_tensor("v", v, (k.shape[0], spec.num_kv_heads, spec.v_head_size), (spec.dtype,), device)
+    check_last_stride("k", k)
+    check_last_stride("v", v)
     held = check_caches(spec, k_cache, v_cache, device) * (spec.page_size or 1)
     expect_tensor("slot_mapping", slot_mapping, ("tokens",), (torch.int64,), device)
     if slot_mapping.shape[0] > k.shape[0]:

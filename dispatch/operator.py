@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from attnmux.dispatch.backend import LayerArgs
@@ -69,9 +70,15 @@ def split(name: str, scale: Tensor | float | None) -> tuple[Tensor | None, float
     return None, float(scale)
 
 
-def called_plainly(*tensors: Tensor) -> bool:
-    """Whether nobody traces or intercepts this call, so that it need not pass through the dispatcher, which takes longer than a launch."""
-    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None and all(type(tensor) is Tensor for tensor in tensors)
+def called_plainly(*values: object) -> bool:
+    """Whether nobody traces, transforms, profiles or intercepts this call, so that it need not pass through the dispatcher, which takes
+    longer than a launch. What is ``None`` or a number does not matter.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _get_current_dispatch_mode() is not None:
+        return False
+    if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return False
+    return all(type(value) is Tensor and not value.is_neg() if isinstance(value, Tensor) else True for value in values)
 
 
 def expect_tensors(device: torch.device, required: Mapping[str, object], optional: Mapping[str, object]) -> None:

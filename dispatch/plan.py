@@ -74,6 +74,7 @@ class Plan:
         self.row_classes: tuple[RowClass | None, ...] = ()
         self._row_routes: Sequence[str | None] = ()
         self._form: Form | None = None
+        self._ready = False
         self._parts: list[Part] = []
         self._by_class: dict[RowClass, list[Part]] = {}
         self._states: dict[tuple[RowClass | None, str], tuple[int, Any]] = {}
@@ -85,7 +86,8 @@ class Plan:
         """The same plan for another step.
 
         Raises:
-            ValueError: the rows' classes or routes differ from before. A row may become padding (no query tokens) and come back.
+            ValueError: the rows' classes or routes differ from before. A row may become padding (no query tokens) and come back; a row that
+                was padding when the plan was made may only take a class that other rows had then.
         """
         self._prepare(batch)
 
@@ -100,6 +102,8 @@ class Plan:
     def execute(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, only: str | None, layer: LayerArgs) -> None:
         """Check one layer's tensors, then run every part. Called by the operator."""
         attn = self.attention
+        if not self._ready:
+            raise RuntimeError("the plan is half made: its last refresh failed in a backend; refresh it again, or make a new plan")
         check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
         if not attn.synchronise:
             self._checked.add(call_signature(q, k_cache, v_cache, out, lse, layer))
@@ -124,18 +128,25 @@ class Plan:
         form = form_of(attn.spec, batch, selection)
         fixed = self._still_fixed(form)
         bounds = page_bounds(attn.spec, batch) if attn.synchronise else None
+        self._checked.clear()
+        self._ready = False  # backends write into what they prepared before
         parts = [self._part(batch, group, form.whole, None) for group in form.groups]
         self._by_class = {c: self._build(batch, form, c) for c in self._by_class}
         self.batch, self.num_tokens, self.row_classes, self._row_routes = batch, form.num_tokens, form.classes, form.routes
         self._bounds, self._parts, self._fixed, self._form = bounds, parts, fixed, form
-        self._checked.clear()
+        self._ready = True
 
     def _still_fixed(self, form: Form) -> Sequence[tuple[RowClass, str] | None]:
-        """Class and route of each row, now or when it last had tokens: what a captured graph has baked in."""
+        """Class and route of each row, now or when it last had tokens: what a captured graph has baked in. A row that never had tokens may only
+        join a class that others were planned in.
+        """
         before, now = self._fixed, form.fixed
         if self._form is None or form is self._form:  # a new plan, or rows of the same lengths as last time
             return before or now
-        if len(before) != len(now) or any(old and new and old[0] != new[0] for old, new in zip(before, now, strict=True)):
+        held = set(before)  # what a graph holds launches for
+        if len(before) != len(now) or any(
+            new and (old[0] != new[0] if old else new[0] not in {each[0] for each in held if each}) for old, new in zip(before, now, strict=True)
+        ):
             was = class_signature([old and old[0] for old in before])
             raise ValueError(complaint("into", f"a plan of {was}", class_signature(form.classes), "make a new plan"))
         for row, (old, new) in enumerate(zip(before, now, strict=True)):
@@ -166,8 +177,8 @@ class Plan:
         return Part(group, backend, state, index)
 
     def _parts_of(self, only: str) -> list[Part]:
-        if only not in self.attention.spec.row_classes:
-            raise ValueError(f"only is {only!r}, wanted a row class of the spec: {suggest(only, self.attention.spec.row_classes)}")
+        if not isinstance(only, str) or only not in self.attention.spec.row_classes:
+            raise ValueError(f"only is {only!r}, wanted a row class of the spec: {suggest(str(only), self.attention.spec.row_classes)}")
         row_class: RowClass = only
         if row_class not in self._by_class and self._form is not None:
             self._by_class[row_class] = self._build(self.batch, self._form, row_class)

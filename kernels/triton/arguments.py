@@ -90,7 +90,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What kernels read of a step's rows; see ``paged_attention`` for shapes. Tensors may be longer than there are rows."""
+    """What kernels read of a step's rows, contiguous but for the table's rows; see ``paged_attention`` for shapes. Tensors may be longer than
+    there are rows.
+    """
 
     table: Tensor
     prefix_lens: Tensor | None = None
@@ -102,7 +104,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long a step's ``seqs`` rows are; see ``plan_step`` for shapes."""
+    """How long a step's ``seqs`` rows are, contiguous; see ``plan_step`` for shapes."""
 
     seqs: int
     query_start_loc: Tensor

@@ -103,3 +103,91 @@ def test_merge_states_says_what_is_wrong() -> None:
         merge_states(outs[:0], lses[:0])
     with pytest.raises(ValueError, match="float dtype"):
         merge_states(outs.int(), lses)
+
+
+def step(*q_lens: int) -> tuple[torch.Tensor, torch.Tensor, Batch]:
+    """Queries, a pool for keys and values, and rows of 20 keys."""
+    pool = torch.randn(2 * len(q_lens), 16, 2, 8)
+    starts = ints(0, *torch.tensor(q_lens).cumsum(0).tolist())
+    return torch.randn(sum(q_lens), 2, 8), pool, Batch(starts, ints(*[20] * len(q_lens)), torch.arange(2 * len(q_lens)).int().view(-1, 2))
+
+
+def test_a_row_of_padding_joins_only_a_class_that_was_planned() -> None:
+    attn = Attention(SPEC, "cpu")
+    _, _, batch = step(1, 0)
+    plan = attn.plan(batch)
+    attn.plan(step(1, 2)[2], into=plan)
+    with pytest.raises(ValueError, match="into is a plan of 2 decode, wanted 1 prefill, 1 decode"):
+        attn.plan(step(1, 18)[2], into=plan)
+    with pytest.raises(ValueError, match="into is a plan of 1 decode, 1 empty, wanted 1 prefill, 1 decode"):
+        attn.plan(step(1, 18)[2], into=attn.plan(batch))
+
+
+def test_a_plan_whose_refresh_failed_runs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    attn = Attention(SPEC, "cpu", limits=Limits(4, 64, 64, 32))
+    q, pool, batch = step(1, 2)
+    plan = attn.plan(batch)
+    want = attn.run(q, pool, pool, plan)
+    backend = attn.backend(plan.routes["decode"][0])
+
+    def fails(*args: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(backend, "plan", fails)
+        with pytest.raises(MemoryError):
+            attn.plan(step(2, 1)[2], into=plan)
+    with pytest.raises(RuntimeError, match="half made: its last refresh failed"):
+        attn.run(q, pool, pool, plan)
+    assert torch.equal(attn.run(q, pool, pool, attn.plan(batch, into=plan)), want)
+
+
+def test_what_was_checked_once_is_checked_again_in_another_form() -> None:
+    attn = Attention(SPEC.replace(sinks=True), "cpu")
+    attn.synchronise = False  # as on a GPU: a form that passed is not checked again in the step
+    q, pool, batch = step(1, 2)
+    plan, out, sinks = attn.plan(batch), torch.empty(3, 2, 8), torch.zeros(2)
+    want = attn.run(q, pool, pool, plan, out=out, sinks=sinks).clone()
+    assert len(plan._checked) == 1
+    assert torch.equal(attn.run(q, pool, pool, plan, out=out, sinks=sinks), want)
+    wrong = [
+        {"q": q[:2]},
+        {"q": q.double()},
+        {"k_cache": pool[:, :8]},
+        {"out": out[:, :1]},
+        {"out": torch.empty(3, 2, 16)[..., ::2]},
+        {"sinks": None},
+        {"sinks": torch.zeros(3)},
+        {"k_scale": 1.0},
+        {"q": torch.nn.Parameter(q)},
+    ]
+    for change in wrong:
+        out.fill_(7)
+        with pytest.raises((ValueError, TypeError)):
+            attn.run(**{"q": q, "k_cache": pool, "v_cache": pool, "plan": plan, "out": out, "sinks": sinks, **change})
+        assert bool((out == 7).all()), change
+    attn.plan(step(2, 2)[2], into=plan)
+    with pytest.raises(ValueError, match="at least the plan's 4"):  # another step: what passed before says nothing
+        attn.run(q, pool, pool, plan, out=out, sinks=sinks)
+
+
+def test_who_traces_profiles_or_negates_meets_the_operator() -> None:
+    attn = Attention(SPEC, "cpu")
+    q, pool, batch = step(1, 2)
+    plan = attn.plan(batch)
+    want = attn.run(q, pool, pool, plan)
+    with torch.profiler.profile() as profile:
+        assert torch.equal(attn.run(q, pool, pool, plan), want)
+    assert any(event.key == "attnmux::attention" for event in profile.key_averages())
+    assert torch.equal(attn.run(torch._neg_view(-q), pool, pool, plan), want)
+    traced = torch.jit.trace(lambda query: attn.run(query, pool, pool, plan), (q,), check_trace=False)
+    assert torch.equal(traced(2 * q), attn.run(2 * q, pool, pool, plan))
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_new_keys_lie_side_by_side(which: str) -> None:
+    attn, pool = Attention(SPEC, "cpu"), torch.zeros(1, 16, 2, 8)
+    new = {"k": torch.randn(1, 2, 8), "v": torch.randn(1, 2, 8), which: torch.randn(1, 2, 16)[..., ::2]}
+    with pytest.raises(ValueError, match=f"{which}'s last dimension is strided by 2, wanted contiguous"):
+        attn.write_kv(new["k"], new["v"], pool, pool.clone(), torch.tensor([0]))
+    assert not pool.any()

@@ -248,3 +248,38 @@ def test_rows_that_fill_up_a_tile_read_nothing(page_size, attend, device, cpu):
     case = make_case(spec, rows, device=device, place="high")
     case.k_cache[0] = case.v_cache[0] = torch.nan  # where a lookup that is masked out would lead
     expect_close(case, attend(case), oracle(cpu(case)))
+
+
+def spread(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, two apart, with others between them."""
+    wide = torch.full((*tensor.shape, 2), 7, dtype=tensor.dtype, device=tensor.device)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+@pytest.mark.parametrize("limits", [None, Limits(8, 64, 160, 32)], ids=["none", "limits"])
+@pytest.mark.parametrize("changes", [{}, {"rswa_window": 5}, {"causal": "per_sequence"}, {"page_size": None}], ids=lambda c: "-".join(c) or "plain")
+def test_small_tensors_may_be_columns_of_larger_ones(changes, limits, machine, device, attend, cpu):
+    spec = PLAIN.replace(sinks=True, alibi=None if changes else "linear", **changes)
+    case = make_case(spec, ROWS, device=device)
+    want = oracle(cpu(case))
+    names = ("query_start_loc", "seq_lens", "block_table", "kv_start_loc", "causal", "prefix_lens")
+    strided = {name: spread(value) for name in names if (value := getattr(case.batch, name)) is not None}
+    layer = {name: spread(value) for name, value in case.layer.items()}
+    backend = TritonBackend(spec, machine, {"programs": 8})
+    backend.limits = limits
+    expect_close(case, attend(dataclasses.replace(case, batch=dataclasses.replace(case.batch, **strided), layer=layer), backend=backend), want)
+
+
+@pytest.mark.parametrize("limits", [Limits(4, 64, 8, 32), Limits(2, 64, 4, 32)])
+@pytest.mark.parametrize("kind", ["decoder", "cross"])
+def test_warmup_stays_within_short_limits(kind, limits, machine):
+    backend = TritonBackend(PLAIN.replace(attn_type=kind), machine, {})
+    backend.limits = limits
+    backend.warmup(limits)
+
+
+@pytest.mark.parametrize("programs", [0, -3, 1.7, True, "x", 10**9, float("nan")])
+def test_programs_are_a_whole_number(programs, machine):
+    with pytest.raises(ValueError, match=r"programs in the options of triton is .*, wanted a whole number from 1"):
+        TritonBackend(PLAIN, machine, {"programs": programs})
