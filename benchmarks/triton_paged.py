@@ -1,0 +1,142 @@
+"""Time of attention through ``Attention.run`` on a GPU, by CUDA-graph replay, over the workloads of docs/performance.md.
+
+    python benchmarks/triton_paged.py                       # every workload through the triton backend
+    python benchmarks/triton_paged.py --only decode --backend auto    # some, through whatever is selected
+
+Each workload has as many pools of keys as it takes for the L2 cache to serve none. The floor is the physical one: each byte once at
+``--bandwidth``, or each operation at ``--flops``, whichever is longer (defaults: an H200's data sheet).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+import triton
+
+import attnmux
+
+ROTATED_BYTES = 256e6
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Rows as ``(query tokens, keys)``; ``spans`` are those of the first row, half-open."""
+
+    name: str
+    rows: list[tuple[int, int]]
+    heads: tuple[int, int] = (32, 8)
+    head_size: int = 128
+    page_size: int = 16
+    layout: str = "NHD"
+    window: int | None = None
+    sinks: bool = False
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    rswa: tuple[int, int] | None = None  # prefix and window
+
+    def spec(self) -> attnmux.AttentionSpec:
+        return attnmux.AttentionSpec(
+            *self.heads,
+            self.head_size,
+            torch.bfloat16,
+            page_size=self.page_size,
+            kv_layout=self.layout,
+            sliding_window=self.window,
+            sinks=self.sinks,
+            mm_prefix="override_window" if self.spans else None,
+            rswa_window=self.rswa[1] if self.rswa else None,
+        )
+
+    def cost(self) -> tuple[float, float]:
+        """Bytes moved and floating-point operations, at the least."""
+        pairs = keys = 0
+        for q_len, kv_len in self.rows:
+            most = sum(self.rswa) if self.rswa else self.window or kv_len
+            seen = min(kv_len, most + (q_len if self.window else 0))
+            keys += seen
+            full = q_len * (kv_len - q_len) + q_len * (q_len + 1) // 2
+            pairs += min(full, q_len * min(most, kv_len))
+        pairs += sum((end - start) * (end - start - 1) // 2 for start, end in self.spans)
+        q_heads, kv_heads = self.heads
+        tokens = sum(q_len for q_len, _ in self.rows)
+        return 4 * self.head_size * (keys * kv_heads + tokens * q_heads), 4 * q_heads * self.head_size * pairs
+
+
+WIDE = Workload("", [], heads=(16, 8), head_size=256, page_size=64)
+NARROW = Workload("", [], heads=(64, 8), head_size=64)
+WORKLOADS = [
+    *(Workload(f"decode {n} x {keys}", [(1, keys)] * n) for n, keys in ((1, 512), (1, 32768), (1, 131072), (32, 1024), (128, 2048), (8, 32768))),
+    *(Workload(f"cliff {n} x 32768", [(1, 32768)] * n) for n in (8, 11, 12, 13, 16, 36)),
+    Workload("decode 32 x 4096 HND page 64", [(1, 4096)] * 32, layout="HND", page_size=64),
+    Workload("decode skewed", [(1, 40000), *((1, 500 + 61 * i) for i in range(31))]),
+    Workload("verify 16 x 6 over 8192", [(6, 8192)] * 16),
+    replace(NARROW, name="decode sinks 16 x 16384 D 64", rows=[(1, 16384)] * 16, sinks=True),
+    replace(WIDE, name="decode 64 x 4096 D 256", rows=[(1, 4096)] * 64),
+    *(Workload(f"prefill {n} page {page}", [(n, n)], page_size=page) for n, page in ((500, 16), (4096, 16), (4096, 128), (16384, 16), (16384, 128))),
+    Workload("chunk 2048 of 32768", [(2048, 32768)]),
+    Workload("mixed 2048 + 63 decodes", [(2048, 2048), *[(1, 2048)] * 63]),
+    replace(NARROW, name="prefill 4096 window 128 sinks D 64", rows=[(4096, 4096)], sinks=True, window=128),
+    replace(WIDE, name="prefill 4096 D 256", rows=[(4096, 4096)]),
+    replace(WIDE, name="image spans 4096 D 256", rows=[(4096, 4096)], spans=[(256 + 600 * i, 512 + 600 * i) for i in range(6)]),
+    Workload("R-SWA decode 64 x 6000", [(1, 6000)] * 64, rswa=(1000, 128)),
+    Workload("R-SWA decode 64 x 6000 MHA", [(1, 6000)] * 64, heads=(10, 10), rswa=(1000, 128)),
+]
+
+
+def layer(work: Workload, backend: str, seed: int) -> Callable[[], object]:
+    """One call over a pool of its own, its pages in random order."""
+    spec, generator = work.spec(), torch.Generator("cuda").manual_seed(seed)
+    pages = [math.ceil(keys / work.page_size) for _, keys in work.rows]
+    place = (work.page_size, spec.num_kv_heads) if work.layout == "NHD" else (spec.num_kv_heads, work.page_size)
+    like = {"device": "cuda", "dtype": spec.dtype, "generator": generator}
+    k, v = (torch.randn(sum(pages), *place, spec.head_size, **like) for _ in range(2))
+    query_lens, key_lens = ([row[i] for row in work.rows] for i in range(2))
+    q = torch.randn(sum(query_lens), spec.num_q_heads, spec.head_size, **like)
+    order = torch.randperm(sum(pages), device="cuda", generator=generator).int()
+    table = torch.nn.utils.rnn.pad_sequence(list(order.split(pages)), batch_first=True)
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    batch = attnmux.Batch(
+        torch.tensor([0, *query_lens]).cumsum(0).to(**ints),
+        torch.tensor(key_lens, **ints),
+        table.contiguous(),
+        query_lens_cpu=query_lens,
+        seq_lens_cpu=key_lens,
+        mm_spans=[work.spans, *[[]] * (len(work.rows) - 1)] if work.spans else None,
+        prefix_lens=torch.full((len(work.rows),), work.rswa[0], **ints) if work.rswa else None,
+    )
+    limits = attnmux.Limits(len(work.rows), sum(query_lens), max(key_lens), max(query_lens))
+    attention = attnmux.Attention(spec, "cuda", limits=limits, require=None if backend == "auto" else backend)
+    plan, out = attention.plan(batch), torch.empty_like(q)
+    sinks = torch.randn(spec.num_q_heads, device="cuda") if spec.sinks else None
+    return lambda: attention.run(q, k, v, plan, out=out, sinks=sinks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="workloads with this in their name")
+    parser.add_argument("--backend", default="triton", help="a backend's name, or auto")
+    parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second")
+    parser.add_argument("--flops", type=float, default=990e12, help="operations a second")
+    args = parser.parse_args()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; microseconds")
+    for work in WORKLOADS:
+        if args.only not in work.name:
+            continue
+        moved, computed = work.cost()
+        floor = max(moved / args.bandwidth, computed / args.flops) * 1e6
+        calls = [
+            layer(work, args.backend, i)
+            for i in range(max(1, min(24, math.ceil(ROTATED_BYTES / moved))) if moved / args.bandwidth > computed / args.flops else 1)
+        ]
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        took = triton.testing.do_bench_cudagraph(lambda calls=calls: [call() for call in calls], rep=40, return_mode="median") * 1e3 / len(calls)
+        print(f"{work.name:36} floor {floor:8.1f}   {took:8.1f}   {took / floor:5.2f} of the floor", flush=True)
+
+
+if __name__ == "__main__":
+    main()
