@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NEVER = tl.constexpr(2147483647)
-
 
 @triton.jit
 def token_intervals(
