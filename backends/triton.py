@@ -42,7 +42,7 @@ class FittingSizes(Range):
 
 def _least_memory(query: Query) -> int:
     spec, device = query.spec, query.device
-    target = Target(device.type, device.arch, device.shared_memory)
+    target = Target(device.type, device.arch, device.shared_memory, "tma" in device.features)
     sizes = spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize
     return shared_memory(target, smallest_tile(spec.group), *sizes)
 

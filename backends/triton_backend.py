@@ -36,7 +36,7 @@ class TritonBackend(Backend):
         if self._programs is not None and (type(self._programs) is not int or not 1 <= self._programs <= MOST_PROGRAMS):
             raise ValueError(complaint("programs in the options of triton", repr(self._programs), f"a whole number from 1 to {MOST_PROGRAMS}"))
         self._multiprocessors = multiprocessors(self._torch_device)
-        self._target = Target(device.type, device.arch, device.shared_memory)
+        self._target = Target(device.type, device.arch, device.shared_memory, "tma" in device.features)
         self._features = features_of(spec, device)
         self._configs: dict[tuple[str, int], LaunchConfig] = {}
         self._scales: dict[float, Tensor] = {}

@@ -14,7 +14,7 @@ class LaunchConfig:
         block_n: keys of a tile.
         num_warps, num_stages: as Triton takes them.
         programs: how many of them a multiprocessor holds at once, or should: the keys of rows are cut until there are so many.
-        part: tiles of a part at the least.
+        part: tiles of a part, about, at the least: an even cut may halve it.
         staged: whether tiles that need no mask get a loop of their own (worth its code for long prefill only).
         prefetch: whether page ids are read one tile ahead (pays where arithmetic, not memory, is the limit).
         descriptors: whether tensor descriptors copy the tiles where the device has them and a page holds the tile.
@@ -37,11 +37,14 @@ class LaunchConfig:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a configuration must know of the device: ``cuda``, ``rocm``, ``xpu`` or ``cpu``, and bytes of shared memory a block."""
+    """What a configuration must know of the device: ``cuda``, ``rocm``, ``xpu`` or ``cpu``, bytes of shared memory a block, and whether
+    tensor descriptors can copy tiles.
+    """
 
     type: str
     arch: str
     shared_memory: int
+    descriptors: bool = False
 
 
 def _tile(m: int, n: int, warps: int, stages: int, programs: int, flags: str, source: str, part: int = 1) -> LaunchConfig:
@@ -145,11 +148,7 @@ def launch_config(
         config = replace(config, block_m=16, block_n=16)
     if config.block_m < least.block_m:
         config = replace(config, block_m=least.block_m, num_warps=8)
-    while (
-        shared_memory(target, config, head_size, v_head_size, element, kv_element, described(target, config, element, kv_element, page_size))
-        > target.shared_memory
-        > 0
-    ):
+    while shared_memory(target, config, head_size, v_head_size, element, kv_element, page_size) > target.shared_memory > 0:
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > least.block_n:
@@ -167,9 +166,9 @@ def _measured(target: Target, kind: str, size: int, element: int, kv_element: in
         return None
     if not target.arch.startswith("sm90"):
         return _FROM_SHARED if (kind, size, kv_element) == ("prefill", 128, 2) and reads_shared(target) else None
-    described = _HOPPER_DESCRIBED.get((kind, kv_element, size))
-    if described is not None and page_size and page_size % described.block_n == 0:
-        return described
+    by_descriptors = _HOPPER_DESCRIBED.get((kind, kv_element, size))
+    if by_descriptors is not None and target.descriptors and described(by_descriptors, page_size):
+        return by_descriptors
     return _HOPPER.get((kind, kv_element, size))
 
 
@@ -178,10 +177,9 @@ def reads_shared(target: Target) -> bool:
     return target.arch.startswith(("sm90", "sm10"))
 
 
-def described(target: Target, config: LaunchConfig, element: int, kv_element: int, page_size: int) -> bool:
-    """Whether tensor descriptors copy the tiles, if the device has them and the cache's strides allow it."""
-    fits = page_size > 0 and page_size % config.block_n == 0
-    return config.descriptors and fits and element == kv_element == 2 and target.arch.startswith(("sm90", "sm10", "sm12"))
+def described(config: LaunchConfig, page_size: int) -> bool:
+    """Whether tensor descriptors are to copy the tiles, where the device has them: a page must hold a tile."""
+    return config.descriptors and page_size > 0 and page_size % config.block_n == 0
 
 
 def smallest_tile(group: int) -> LaunchConfig:
@@ -189,9 +187,7 @@ def smallest_tile(group: int) -> LaunchConfig:
     return _tile(power_of_two(group), 16, 4, 1, 1, "", "the least that the matrix units take")
 
 
-def shared_memory(
-    target: Target, config: LaunchConfig, head_size: int, v_head_size: int, element: int, kv_element: int, by_descriptors: bool = False
-) -> int:
+def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_size: int, element: int, kv_element: int, page_size: int = 0) -> int:
     """Bytes of shared memory a block uses at most. A bound, held against what compilers report for each target.
 
     The Q block, the weights and the tiles in flight; or the accumulator, when it changes its layout to be stored.
@@ -199,6 +195,7 @@ def shared_memory(
     d, dv, m, n = power_of_two(head_size), power_of_two(v_head_size), config.block_m, config.block_n
     wide = max(element, kv_element)
     q, weights, k, v = m * d * element, m * n * element, n * d * wide, n * dv * wide
+    by_descriptors = target.descriptors and element == kv_element == 2 and described(config, page_size)
     whole = by_descriptors or (reads_shared(target) and (m >= 64 or config.swap))  # the product is of whole tiles where they lie
     if config.num_stages == 1:
         tiles = max(k, v)  # one after the other in the same place

@@ -14,7 +14,7 @@ from attnmux.kernels.triton.arguments import FP8_FORMATS, Features, Layer, Lengt
 from attnmux.kernels.triton.attention import paged_attention
 from attnmux.kernels.triton.call import call, capturing, described_by, on
 from attnmux.kernels.triton.combine import combine, merge
-from attnmux.kernels.triton.config import power_of_two
+from attnmux.kernels.triton.config import described, power_of_two
 from attnmux.kernels.triton.plan import FEW, ITEM, plan_step
 from attnmux.kernels.triton.write import write_cache
 
@@ -89,9 +89,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, row
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, rows: Rows, work: Work, features: Features, layer: Layer) -> None:
     config, kv_heads = work.config, k.shape[-2]
     block_d, block_dv = power_of_two(q.shape[2]), power_of_two(out.shape[2])
-    described = features.descriptors and config.descriptors and features.page_size > 0 and features.page_size % config.block_n == 0
-    described = described and not rows.groups  # Triton 3.6 goes wrong where descriptors meet the loop over spans, which isn't pipelined
-    described = described and describable(k, block_d) and describable(v, block_dv)
+    by_descriptors = features.descriptors and described(config, features.page_size)
+    by_descriptors = by_descriptors and not rows.groups  # Triton 3.6 reads wrong tiles by them in the loop over spans, which isn't pipelined
+    by_descriptors = by_descriptors and describable(k, block_d) and describable(v, block_dv)
     scales = layer.q_scale, layer.k_scale, layer.v_scale
 
     def fixed() -> dict[str, Any]:
@@ -141,8 +141,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, ro
         "q_ptr": _bytes(q),
         "k_ptr": _bytes(k),
         "v_ptr": _bytes(v),
-        "k_descriptor": _descriptor(k, config.block_n, block_d) if described else None,
-        "v_descriptor": _descriptor(v, config.block_n, block_dv) if described else None,
+        "k_descriptor": _descriptor(k, config.block_n, block_d) if by_descriptors else None,
+        "v_descriptor": _descriptor(v, config.block_n, block_dv) if by_descriptors else None,
         "out_ptr": out,
         "lse_ptr": lse,
         "slot_out_ptr": work.slot_out,
@@ -162,7 +162,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, ro
     }
     tensors = described_by(q), described_by(k), described_by(v), described_by(out)
     rest = lse is None, rows.row_spans is None, rows.groups, rows.table.stride(0), layer.sinks is not None and layer.sinks.dtype
-    key = ("attend", tensors, rest, tuple(scale is None for scale in scales), described)
+    key = ("attend", tensors, rest, tuple(scale is None for scale in scales), by_descriptors)
     call(work.held, key, paged_attention, (work.items.shape[0] * kv_heads,), changing, fixed)
 
 

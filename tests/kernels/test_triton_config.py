@@ -19,8 +19,8 @@ TARGETS = {
     "turing": Target("cuda", "sm75", 64 * KIB),
     "ampere": Target("cuda", "sm80", 163 * KIB),
     "ada": Target("cuda", "sm89", 99 * KIB),
-    "hopper": Target("cuda", "sm90", 227 * KIB),
-    "blackwell": Target("cuda", "sm100", 227 * KIB),
+    "hopper": Target("cuda", "sm90", 227 * KIB, True),
+    "blackwell": Target("cuda", "sm100", 227 * KIB, True),
     "mi300": Target("rocm", "gfx942", 64 * KIB),
     "intel": Target("xpu", "xe2", 128 * KIB),
     "interpreter": Target("cpu", "x86_64", 0),
@@ -44,7 +44,7 @@ def test_what_is_chosen_fits_and_nothing_that_fits_is_refused(target):
             assert min(config.programs, config.part) >= 1
             assert not config.swap or (target.arch == "sm90" and decode and config.block_n >= 64)  # wgmma's long side
             if target.shared_memory:
-                assert shared_memory(target, config, size, size, element, kv_element) <= target.shared_memory
+                assert shared_memory(target, config, size, size, element, kv_element, page) <= target.shared_memory
 
 
 def test_decode_tiles_are_no_larger_than_the_row_needs():

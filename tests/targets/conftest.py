@@ -30,7 +30,7 @@ from attnmux.dispatch.devices import resolve  # noqa: E402
 from attnmux.dispatch.registry import Registry  # noqa: E402
 from attnmux.dispatch.spec import AttentionSpec  # noqa: E402
 from attnmux.kernels.triton import launch  # noqa: E402
-from attnmux.kernels.triton.config import LaunchConfig, Target, described, launch_config, shared_memory  # noqa: E402
+from attnmux.kernels.triton.config import LaunchConfig, Target, launch_config, shared_memory  # noqa: E402
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 GPUS = {"sm80": ("cuda", 80, 32), "sm90": ("cuda", 90, 32), "sm100": ("cuda", 100, 32), "sm120": ("cuda", 120, 32)}
@@ -147,7 +147,7 @@ def compile_attention(gpus: dict[str, Device], recorded: dict[str, Recorder], re
 
     def compile_all(target: str, variant: str, kind: str, spec: AttentionSpec) -> Compiled:
         device = gpus[target]
-        where = Target(device.type, device.arch, device.shared_memory)
+        where = Target(device.type, device.arch, device.shared_memory, "tma" in device.features)
         sizes = (spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize)
         config = launch_config(where, kind != "prefill", QUERY_LENS[kind], spec.group, *sizes, spec.page_size or 0)
         assert config is not None
@@ -158,7 +158,7 @@ def compile_attention(gpus: dict[str, Device], recorded: dict[str, Recorder], re
         compiled(target, recorded["combine"])
         compiled(target, recorded["plan_step"])
         tile = f"{config.block_m}x{config.block_n}, {config.num_warps}, {config.num_stages}"
-        predicted = shared_memory(where, config, *sizes, described(where, config, sizes[2], sizes[3], spec.page_size or 0))
+        predicted = shared_memory(where, config, *sizes, spec.page_size or 0)
         found = Compiled(target, variant, kind, tile, kernel.metadata.shared, predicted, where.shared_memory, *resources(target, kernel), seconds)
         record_property("compiled", json.dumps(asdict(found)))
         return found
@@ -251,7 +251,7 @@ def launched(gpus: dict[str, Device], recorded: dict[str, Recorder]) -> Callable
     def arguments(target: str, spec: AttentionSpec) -> dict[str, Any]:
         device = gpus[target]
         sizes = (spec.group, spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize, spec.page_size or 0)
-        config = launch_config(Target(device.type, device.arch, device.shared_memory), False, 100, *sizes)
+        config = launch_config(Target(device.type, device.arch, device.shared_memory, "tma" in device.features), False, 100, *sizes)
         assert config is not None
         _launch(spec, device, config)
         return recorded["paged_attention"].calls.pop()
