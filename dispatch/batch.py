@@ -86,7 +86,7 @@ class Batch:
 
     def take(self, rows: Sequence[int]) -> Batch:
         """The batch of some rows, their tokens packed anew in the order given; tables stay on the device."""
-        index = torch.tensor(list(rows), dtype=torch.int64, device=self.seq_lens.device)
+        index = torch.tensor(list(rows), dtype=torch.int64).to(self.seq_lens.device, non_blocking=True)  # nothing here waits for the device
         lens = [self.query_lens[r] for r in rows]
         starts = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0).to(torch.int32)
 

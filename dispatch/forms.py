@@ -20,7 +20,7 @@ class Form:
     Args:
         classes, routes, fixed: of each row its class, its route, and both; ``None`` for rows without query tokens.
         groups: rows by route.
-        whole: whether one group holds every row that has tokens.
+        whole: whether one group holds every row that has a class.
         num_tokens: query tokens of all rows.
     """
 
@@ -68,12 +68,12 @@ def _sort_out(classes: Sequence[RowClass | None], query_lens: Sequence[int], key
     routes = tuple(None if c is None else _route(selection, c, q, k) for c, q, k in zip(classes, query_lens, key_lens, strict=True))
     groups = tuple(group_rows(routes, query_lens))
     fixed = tuple(None if c is None or r is None else (c, r) for c, r in zip(classes, routes, strict=True))
-    return Form(tuple(classes), routes, fixed, groups, is_whole(groups, query_lens), sum(query_lens))
+    return Form(tuple(classes), routes, fixed, groups, is_whole(groups, fixed), sum(query_lens))
 
 
-def is_whole(groups: Sequence[Group], query_lens: Sequence[int]) -> bool:
-    """Whether one group holds every row that has tokens."""
-    return len(groups) == 1 and len(groups[0].rows) == sum(n > 0 for n in query_lens)
+def is_whole(groups: Sequence[Group], fixed: Sequence[object | None]) -> bool:
+    """Whether one group holds every row that has a class."""
+    return len(groups) == 1 and len(groups[0].rows) == sum(row is not None for row in fixed)
 
 
 def _route(selection: Selection, row_class: RowClass, q_len: int, kv_len: int) -> str:

@@ -3,58 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attnmux.dispatch.backend import Backend, LayerArgs
+from attnmux.dispatch.backend import LayerArgs
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.batch_checks import check_batch, page_bounds
 from attnmux.dispatch.call_checks import call_signature, check_run
 from attnmux.dispatch.errors import complaint, suggest
 from attnmux.dispatch.forms import Form, form_of, is_whole
 from attnmux.dispatch.operator import new_handle
+from attnmux.dispatch.part import Part, token_index
 from attnmux.dispatch.rows import Group, class_signature, group_rows
 from attnmux.dispatch.spec import ROW_CLASSES, RowClass
 
 if TYPE_CHECKING:
     from attnmux.dispatch.attention import Attention
-
-
-@dataclass(slots=True)
-class Part:
-    """One backend's rows.
-
-    Args:
-        group: which rows and tokens.
-        backend: runs them.
-        state: what the backend prepared.
-        index: int64 token indices to gather and scatter, ``None`` where a view does.
-    """
-
-    group: Group
-    backend: Backend
-    state: Any
-    index: Tensor | None
-
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
-        """Run on this part's tokens; what is not theirs is not touched."""
-        if self.index is None:
-            first, last = self.group.tokens or (0, q.shape[0])
-            if first == 0 and last == q.shape[0]:
-                self.backend.run(q, k_cache, v_cache, self.state, out, lse, layer)
-                return
-            self.backend.run(q[first:last], k_cache, v_cache, self.state, out[first:last], None if lse is None else lse[first:last], layer)
-            return
-        part_q = q.index_select(0, self.index)
-        part_out = torch.empty((part_q.shape[0], *out.shape[1:]), dtype=out.dtype, device=out.device)
-        part_lse = None if lse is None else torch.empty(part_q.shape[:2], dtype=lse.dtype, device=lse.device)
-        self.backend.run(part_q, k_cache, v_cache, self.state, part_out, part_lse, layer)
-        out.index_copy_(0, self.index, part_out)
-        if lse is not None and part_lse is not None:
-            lse.index_copy_(0, self.index, part_lse)
 
 
 class Plan:
@@ -77,7 +43,7 @@ class Plan:
         self._ready = False
         self._parts: list[Part] = []
         self._by_class: dict[RowClass, list[Part]] = {}
-        self._states: dict[tuple[RowClass | None, str], tuple[int, Any]] = {}
+        self._made: dict[tuple[RowClass | None, str], Part] = {}  # by class that ran alone, and backend
         self._fixed: Sequence[tuple[RowClass, str] | None] = ()
         self._checked: set[Hashable] = set()  # calls of a form that was checked for this step
         self._prepare(batch)
@@ -87,7 +53,8 @@ class Plan:
 
         Raises:
             ValueError: the rows' classes or routes differ from before. A row may become padding (no query tokens) and come back; a row that
-                was padding when the plan was made may only take a class that other rows had then.
+                was padding when the plan was made may only take a class that other rows had then. Or a CUDA graph holds launches of some
+                rows, and their tokens begin elsewhere now.
         """
         self._prepare(batch)
 
@@ -124,14 +91,17 @@ class Plan:
     def _prepare(self, batch: Batch) -> None:
         attn = self.attention
         check_batch(attn.spec, batch, attn.torch_device, attn.limits, attn.synchronise)
-        selection = attn.selection_for(batch.lengths)
-        form = form_of(attn.spec, batch, selection)
+        form = form_of(attn.spec, batch, attn.selection_for(batch.lengths))
         fixed = self._still_fixed(form)
+        found = {only: self._groups(batch, form, fixed, only) for only in (None, *self._by_class)}
+        for (only, _), part in self._made.items():
+            part.check_replay(*found[only], batch.query_lens)
         bounds = page_bounds(attn.spec, batch) if attn.synchronise else None
         self._checked.clear()
         self._ready = False  # backends write into what they prepared before
-        parts = [self._part(batch, group, form.whole, None) for group in form.groups]
-        self._by_class = {c: self._build(batch, form, c) for c in self._by_class}
+        groups, whole = found[None]
+        parts = [self._part(batch, group, whole, None) for group in groups]
+        self._by_class = {row_class: self._alone(batch, parts, row_class, *found[row_class]) for row_class in self._by_class}
         self.batch, self.num_tokens, self.row_classes, self._row_routes = batch, form.num_tokens, form.classes, form.routes
         self._bounds, self._parts, self._fixed, self._form = bounds, parts, fixed, form
         self._ready = True
@@ -154,32 +124,46 @@ class Plan:
                 raise ValueError(
                     complaint("into", f"a plan that sends row {row} to {old[1]}", new[1], "its new length is in another band: make a new plan")
                 )
-        return [new or old for old, new in zip(before, now, strict=True)]
+        fixed = tuple(new or old for old, new in zip(before, now, strict=True))
+        return now if fixed == now else fixed
 
-    def _build(self, batch: Batch, form: Form, row_class: RowClass) -> list[Part]:
-        """The parts of one class."""
-        groups = group_rows([route if c == row_class else None for route, c in zip(form.routes, form.classes, strict=True)], batch.query_lens)
-        whole = is_whole(groups, batch.query_lens)
-        return [self._part(batch, group, whole, row_class) for group in groups]
+    def _groups(self, batch: Batch, form: Form, fixed: Sequence[tuple[RowClass, str] | None], only: RowClass | None) -> tuple[Sequence[Group], bool]:
+        """The groups of all rows or of one class, and whether one group is the whole batch. Padding stays in the group it was planned in, so
+        that a refreshed plan hands a backend the same rows as before.
+        """
+        if only is None and fixed is form.fixed:
+            return form.groups, form.whole
+        groups = group_rows([each[1] if each and only in (None, each[0]) else None for each in fixed], batch.query_lens)
+        return groups, is_whole(groups, fixed)
+
+    def _alone(self, batch: Batch, parts: Sequence[Part], row_class: RowClass, groups: Sequence[Group], whole: bool) -> list[Part]:
+        """What runs one class: parts of the plan that hold nothing else, and parts of its own where a route has rows of other classes too."""
+        held = {(part.group.backend, part.group.rows): part for part in parts}
+        return [held.get((group.backend, group.rows)) or self._part(batch, group, whole, row_class) for group in groups]
 
     def _part(self, batch: Batch, group: Group, whole: bool, only: RowClass | None) -> Part:
-        attn = self.attention
+        attn, before = self.attention, self._made.get((only, group.backend))
         backend = attn.backend(group.backend)
         rows = batch if whole else batch.take(group.rows)
-        index = None
+        index = stream = None
         if group.tokens is None and not whole:
-            starts = torch.tensor([0, *batch.query_lens]).cumsum(0).tolist()
-            tokens = torch.cat([torch.arange(starts[r], starts[r + 1]) for r in group.rows])
-            index = tokens.to(attn.torch_device, non_blocking=True)
-        seqs, previous = self._states.get((only, group.backend), (0, None))
-        state = backend.plan(rows, attn.workspace_for(backend, rows), previous if seqs == rows.num_seqs else None)
-        self._states[only, group.backend] = rows.num_seqs, state
-        return Part(group, backend, state, index)
+            index = token_index(group.rows, batch.query_lens, attn.torch_device)
+            stream = torch.cuda.current_stream(attn.torch_device) if index.is_cuda else None
+            if before is not None and before.captured and before.index is not None:
+                index = before.index.copy_(index, non_blocking=True)
+        previous = before.state if before is not None and before.seqs == rows.num_seqs else None
+        state = backend.plan(rows, attn.workspace_for(backend, rows), previous)
+        captured = before is not None and before.captured
+        part = self._made[only, group.backend] = Part(group, rows.num_seqs, backend, state, index, stream, captured)
+        return part
 
     def _parts_of(self, only: str) -> list[Part]:
         if not isinstance(only, str) or only not in self.attention.spec.row_classes:
             raise ValueError(f"only is {only!r}, wanted a row class of the spec: {suggest(str(only), self.attention.spec.row_classes)}")
         row_class: RowClass = only
         if row_class not in self._by_class and self._form is not None:
-            self._by_class[row_class] = self._build(self.batch, self._form, row_class)
+            if self.attention.torch_device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"only={only!r} runs for the first time with this plan, which prepares its rows: run it once before capturing")
+            found = self._groups(self.batch, self._form, self._fixed, row_class)
+            self._by_class[row_class] = self._alone(self.batch, self._parts, row_class, *found)
         return self._by_class[row_class]

@@ -41,6 +41,11 @@ class Group:
     rows: tuple[int, ...]
     tokens: tuple[int, int] | None
 
+    @property
+    def first(self) -> int:
+        """Where its tokens begin, if they stand together."""
+        return self.tokens[0] if self.tokens else 0
+
 
 def group_rows(routes: Sequence[str | None], query_lens: Sequence[int]) -> list[Group]:
     """Rows by backend, in order of first appearance; rows without a route are left out."""

@@ -350,3 +350,65 @@ def test_cached_keys_are_written_where_the_slots_say(install: Install, spec: Att
     assert torch.equal(k_cache[2, 1], k[0])
     assert torch.equal(v_cache[63, 3], v[2])
     assert int((k_cache != 0).any(-1).any(-1).sum()) == 2
+
+
+def test_padding_stays_with_the_rows_it_was_planned_with(
+    install: Install, spec: AttentionSpec, oracle_of: Callable[[Step], Tensor], calls: list[tuple[str, Any]]
+) -> None:
+    full, fewer = Step(spec, [1, 2, 17, 18], [4, 5, 17, 30]), Step(spec, [1, 0, 0, 19], [6, 3, 8, 30])
+    oracles = oracle_of(full), oracle_of(fewer)
+    two(install, *BY_CLASS)
+    attn = attnmux.Attention(spec, "cpu")
+    plan = attn.plan(full.batch)
+    states = [id(part.state) for part in plan._parts]
+    calls.clear()
+    fewer.check(attn, attn.plan(fewer.batch, into=plan), oracles[1])
+    assert [what for verb, what in calls if verb == "plan"] == [("OtherBackend", [1, 0]), ("TinyBackend", [0, 19])]
+    assert [id(part.state) for part in plan._parts] == states
+    full.check(attn, attn.plan(full.batch, into=plan), oracles[0])
+
+
+def test_one_class_of_a_composition_is_planned_once(install: Install, spec: AttentionSpec, calls: list[tuple[str, Any]]) -> None:
+    two(install, *BY_CLASS)
+    step = Step(spec, *MIXED)
+    attn = attnmux.Attention(spec, "cpu")
+    plan = attn.plan(step.batch)
+    calls.clear()
+    step.run(attn, plan, only="decode")
+    step.run(attn, plan, only="prefill")
+    assert [verb for verb, _ in calls if verb == "plan"] == []
+
+
+CAPTURED = {  # steps before and after, and whether a graph over the decode rows may run the second
+    "other lengths": ([1, 2, 17], [3, 1, 20], True),
+    "padding": ([1, 2, 17], [1, 0, 20], True),
+    "all padding": ([1, 2, 17], [0, 0, 0], True),
+    "behind other rows": ([17, 1, 2], [17, 2, 1], True),
+    "moved": ([17, 1, 2], [20, 1, 2], False),
+    "gathered": ([1, 17, 2], [2, 20, 1], True),
+    "fewer gathered": ([1, 17, 2], [1, 17, 1], False),
+    "no longer gathered": ([1, 17, 2], [1, 0, 2], False),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_what_a_graph_holds_stays_where_it_was(name: str, install: Install, spec: AttentionSpec, oracle_of: Callable[[Step], Tensor]) -> None:
+    """There is no graph on a CPU: the test says that one was captured. tests/gpu/test_composition.py captures for real."""
+    before, after, allowed = CAPTURED[name]
+    first, second = Step(spec, before, [30] * 3), Step(spec, after, [31] * 3)
+    oracle = oracle_of(second)
+    two(install, *BY_CLASS)
+    attn = attnmux.Attention(spec, "cpu")
+    plan = attn.plan(first.batch)
+    second.check(attn, attn.plan(second.batch, into=attn.plan(first.batch)), oracle)  # without a graph anything goes
+    [part] = [part for part in plan._parts if part.group.backend == "other"]
+    part.captured, index = True, part.index
+    if allowed:
+        second.check(attn, attn.plan(second.batch, into=plan), oracle)
+        [part] = [part for part in plan._parts if part.group.backend == "other"]
+        assert part.captured
+        assert part.index is index
+    else:
+        with pytest.raises(ValueError, match=r"into is a plan whose rows \[.*\] of other, .* are in a CUDA graph.*make a new plan and capture that"):
+            attn.plan(second.batch, into=plan)
+        assert plan.batch is first.batch
