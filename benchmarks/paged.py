@@ -1,23 +1,28 @@
-"""Time of attention through ``Attention.run`` on a GPU, by CUDA-graph replay, over the workloads of docs/performance.md.
+"""Attention through ``Attention.run`` on a GPU, by CUDA-graph replay: the workloads of docs/performance.md, one backend or all of them.
 
-    python benchmarks/triton_paged.py                       # every workload through the triton backend
-    python benchmarks/triton_paged.py --only decode --backend auto    # some, through whatever is selected
+    python benchmarks/paged.py                                  # what select() picks
+    python benchmarks/paged.py --only decode --backends triton auto
+    python benchmarks/paged.py --all --table regret.md          # every eligible backend and composition, and what choosing as select() does costs
 
 Each workload has as many pools of keys as it takes for the L2 cache to serve none. The floor is the physical one: each byte once at
-``--bandwidth``, or each operation at ``--flops``, whichever is longer (defaults: an H200's data sheet).
+``--bandwidth``, or each operation at ``--flops``, whichever is longer (defaults: an H200's data sheet). ``regret`` is the time of what
+``select()`` picks over the best time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 import triton
 
 import attnmux
+from attnmux.dispatch import host
 
 ROTATED_BYTES = 256e6
 
@@ -80,6 +85,8 @@ WORKLOADS = [
     Workload("mixed 2048 + 63 decodes", [(2048, 2048), *[(1, 2048)] * 63]),
     replace(NARROW, name="prefill 4096 window 128 sinks D 64", rows=[(4096, 4096)], sinks=True, window=128),
     replace(WIDE, name="prefill 4096 D 256", rows=[(4096, 4096)]),
+    replace(WIDE, name="text 2048 + 62 decodes D 256", rows=[(2048, 2048), *[(1, 4096)] * 62]),
+    replace(WIDE, name="image 1024 + text 2048 + 62 decodes D 256", rows=[(1024, 1024), (2048, 2048), *[(1, 4096)] * 62], spans=[(256, 512)]),
     replace(WIDE, name="image spans 4096 D 256", rows=[(4096, 4096)], spans=[(256 + 600 * i, 512 + 600 * i) for i in range(6)]),
     Workload("R-SWA decode 64 x 6000", [(1, 6000)] * 64, rswa=(1000, 128)),
     Workload("R-SWA decode 64 x 6000 MHA", [(1, 6000)] * 64, heads=(10, 10), rswa=(1000, 128)),
@@ -114,28 +121,71 @@ def layer(work: Workload, backend: str, seed: int) -> Callable[[], object]:
     return lambda: attention.run(q, k, v, plan, out=out, sinks=sinks)
 
 
+def candidates(work: Workload) -> list[str]:
+    """Every backend and registered composition that can run the workload's spec here, then ``auto``."""
+    found, catalog = [], host.registry().catalog
+    for name in (*catalog.backends, *catalog.compositions):
+        if name not in ("reference", "sdpa"):
+            with contextlib.suppress(attnmux.NoBackendError):
+                attnmux.select(work.spec(), device="cuda:0", require=name)
+                found.append(name)
+    return [*found, "auto"]
+
+
+def microseconds(work: Workload, backend: str, pools: int) -> float:
+    """Median time of one call."""
+    calls = [layer(work, backend, i) for i in range(pools)]
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    took: float = triton.testing.do_bench_cudagraph(lambda: [call() for call in calls], rep=40, return_mode="median")
+    return took * 1e3 / pools
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="workloads with this in their name")
-    parser.add_argument("--backend", default="triton", help="a backend's name, or auto")
+    parser.add_argument("--only", nargs="*", default=[""], help="workloads with one of these in their names")
+    parser.add_argument("--backends", nargs="*", default=["auto"], help="names of backends or compositions, or auto")
+    parser.add_argument("--all", action="store_true", help="every backend and composition that can")
+    parser.add_argument("--table", metavar="PATH", type=Path, help="write the result as Markdown")
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second")
     parser.add_argument("--flops", type=float, default=990e12, help="operations a second")
     args = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; microseconds")
+    rows: list[tuple[str, float, dict[str, float], str]] = []
     for work in WORKLOADS:
-        if args.only not in work.name:
+        if not any(part in work.name for part in args.only):
             continue
-        moved, computed = work.cost()
-        floor = max(moved / args.bandwidth, computed / args.flops) * 1e6
-        calls = [
-            layer(work, args.backend, i)
-            for i in range(max(1, min(24, math.ceil(ROTATED_BYTES / moved))) if moved / args.bandwidth > computed / args.flops else 1)
-        ]
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        took = triton.testing.do_bench_cudagraph(lambda calls=calls: [call() for call in calls], rep=40, return_mode="median") * 1e3 / len(calls)
-        print(f"{work.name:36} floor {floor:8.1f}   {took:8.1f}   {took / floor:5.2f} of the floor", flush=True)
+        moved, computed = (cost / rate * 1e6 for cost, rate in zip(work.cost(), (args.bandwidth, args.flops), strict=True))
+        pools = max(1, min(24, math.ceil(ROTATED_BYTES / work.cost()[0]))) if moved > computed else 1
+        times: dict[str, float] = {}
+        for backend in candidates(work) if args.all else args.backends:
+            try:
+                times[backend] = microseconds(work, backend, pools)
+            except Exception as error:  # the others are wanted all the same
+                print(f"{work.name}, {backend}: {type(error).__name__}: {str(error)[:300]}")
+            torch.cuda.empty_cache()
+        picked = attnmux.select(work.spec(), device="cuda:0").name
+        rows.append((work.name, max(moved, computed), times, picked))
+        print(
+            f"{work.name:36} floor {rows[-1][1]:8.1f}   " + "  ".join(f"{name} {took:.1f}" for name, took in times.items()) + f"   {_regret(times)}",
+            flush=True,
+        )
+    if args.table:
+        args.table.write_text(_table(rows))
+
+
+def _regret(times: dict[str, float]) -> str:
+    return f"{times['auto'] / min(times.values()):.3f}" if "auto" in times and len(times) > 1 else ""
+
+
+def _table(rows: list[tuple[str, float, dict[str, float], str]]) -> str:
+    names = list(dict.fromkeys(name for _, _, times, _ in rows for name in times if name != "auto"))
+    lines = ["| workload | floor | " + " | ".join(names) + " | picked | its time | regret |", "|---" * (len(names) + 5) + "|"]
+    for workload, floor, times, picked in rows:
+        cells = [f"{times[name]:.1f}" if name in times else "-" for name in names]
+        lines.append(f"| {workload} | {floor:.1f} | " + " | ".join(cells) + f" | {picked} | {times.get('auto', math.nan):.1f} | {_regret(times)} |")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
