@@ -29,7 +29,7 @@ ROTATED_BYTES = 256e6
 
 @dataclass(frozen=True)
 class Workload:
-    """Rows as ``(query tokens, keys)``; ``spans`` are those of the first row, half-open."""
+    """Rows as ``(query tokens, keys)``; ``spans`` are those of the first row, half-open; ``images``: the spec allows spans."""
 
     name: str
     rows: list[tuple[int, int]]
@@ -40,6 +40,7 @@ class Workload:
     window: int | None = None
     sinks: bool = False
     spans: list[tuple[int, int]] = field(default_factory=list)
+    images: bool = False
     rswa: tuple[int, int] | None = None  # prefix and window
 
     def spec(self) -> attnmux.AttentionSpec:
@@ -51,7 +52,7 @@ class Workload:
             kv_layout=self.layout,
             sliding_window=self.window,
             sinks=self.sinks,
-            mm_prefix="override_window" if self.spans else None,
+            mm_prefix="override_window" if self.spans or self.images else None,
             rswa_window=self.rswa[1] if self.rswa else None,
         )
 
@@ -86,6 +87,7 @@ WORKLOADS = [
     replace(NARROW, name="prefill 4096 window 128 sinks D 64", rows=[(4096, 4096)], sinks=True, window=128),
     replace(WIDE, name="prefill 4096 D 256", rows=[(4096, 4096)]),
     replace(WIDE, name="text 2048 + 62 decodes D 256", rows=[(2048, 2048), *[(1, 4096)] * 62]),
+    replace(WIDE, name="text 2048 + 62 decodes D 256, images allowed", rows=[(2048, 2048), *[(1, 4096)] * 62], images=True),
     replace(WIDE, name="image 1024 + text 2048 + 62 decodes D 256", rows=[(1024, 1024), (2048, 2048), *[(1, 4096)] * 62], spans=[(256, 512)]),
     replace(WIDE, name="image spans 4096 D 256", rows=[(4096, 4096)], spans=[(256 + 600 * i, 512 + 600 * i) for i in range(6)]),
     Workload("R-SWA decode 64 x 6000", [(1, 6000)] * 64, rswa=(1000, 128)),
