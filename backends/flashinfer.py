@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
+import os
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -12,14 +16,61 @@ from attnmux.dispatch.claims import BackendInfo, Claim
 from attnmux.dispatch.constraints import ANY, OFF, ON, YES_OR_NO, AnyOf, OneOf, Range, SameAs
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
+from attnmux.dispatch.reasons import Reason
 from attnmux.dispatch.requirements import Package, Program
 
 attnmux_contract = "1.0"
 
 FLASHINFER = Package("flashinfer-python", ">=0.7.2", "attnmux[flashinfer]")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildTool(Program):
+    """A program that compiles FlashInfer's modules, or modules that are compiled already and do without it.
+
+    Which modules a spec needs is known only later: one that is neither built nor can be is an error of warmup or of the first plan.
+    """
+
+    built: str = ""
+    """Where built modules do: ``"cache"`` (compiled here before) or ``"package"`` (flashinfer-jit-cache; the cache is checked by ninja)."""
+
+    def probe(self) -> str | None:
+        return _compiler(self.name) or _prebuilt(self.built)
+
+    def judge(self, found: str | None) -> Reason | None:
+        if found:
+            return None
+        offered = "not on the path, and no FlashInfer module is built" if self.built == "cache" else "not on the path"
+        return Reason("tool", self.name, offered, f"the program {self.name}", self.todo)
+
+
+def _compiler(name: str) -> str | None:
+    """The program, looked for where FlashInfer looks."""
+    if name == "nvcc":
+        home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+        for path in (os.environ.get("FLASHINFER_NVCC"), f"{home}/bin/nvcc"):
+            if path and Path(path).is_file():
+                return path
+    return Program(name).probe()
+
+
+def _prebuilt(what: str) -> str | None:
+    """A place that holds built modules. FlashInfer itself is not imported for it."""
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return "flashinfer_jit_cache"
+    if what != "cache":
+        return None
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    base = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer" / version
+    return next((str(path.parent.parent) for path in base.glob("*/cached_ops/*batch_prefill*/*.so")), None)
+
+
 COMPILER = (
-    Program("nvcc", "install the CUDA toolkit and put its bin folder on the path"),
-    Program("ninja", "pip install ninja"),
+    BuildTool("nvcc", "install the CUDA toolkit and put its bin folder on the path", "cache"),
+    BuildTool("ninja", "pip install ninja", "package"),
 )
 """fa2 and fa3 are C++ templates, compiled at first use."""
 
@@ -41,17 +92,18 @@ FA2 = Claim(
 FA2_16BIT = replace(FA2, kv_dtype=SameAs("dtype"), kv_scale=OFF)
 CLAIMS = (  # the special ones first: of two claims that refuse as much, the first gives the reasons
     # Spans by the bidirectional-range wrapper: (causal and window) or (in the token's range and its window), which is both
-    # kinds of mm_prefix. It has one range a token, so rows whose spans share a group take fa2's custom mask instead.
-    replace(FA2_16BIT, row_class=OneOf("image"), mm_prefix=ON, softcap=OFF, return_lse=OFF),
-    # the stock wrappers drop sinks in silence and make up their own ALiBi slopes: both go through variants, which have no softcap
-    replace(FA2_16BIT, sinks=ON, softcap=OFF),
-    replace(FA2_16BIT, alibi=OneOf("linear"), softcap=OFF),
+    # kinds of mm_prefix. It has one range a token, so rows whose spans share a group take a variant of ours that looks families up.
+    replace(FA2_16BIT, row_class=OneOf("image"), mm_prefix=ON, softcap=OFF),
+    # the stock wrappers drop sinks in silence and make up their own ALiBi slopes: both go through a variant of ours
+    replace(FA2, sinks=ON, softcap=OFF),
+    replace(FA2, alibi=OneOf("linear"), softcap=OFF),
     FA2,
     # fa2's window has a left side only
     replace(FA2, attn_type=ATTN_TYPES, causal=OneOf(False), sliding_window=OFF),
-    # the smallest tile at head size 512 needs more than 99 KiB of shared memory
+    # The smallest tile at head size 512 needs more than 99 KiB of shared memory. There the kernel calls no hook of a variant behind the
+    # scores, so sinks and scales would be dropped.
     replace(FA2_16BIT, device=DeviceSet("cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm103"), head_size=OneOf(512)),
-    # fa3 adds this pair; which of the two runs the sizes that both have is the adapter's choice
+    # fa2 again: fa3 reads keys and values by one offset, and pools of unlike widths have two
     replace(FA2_16BIT, device=DeviceSet("cuda:sm90"), head_size=OneOf(192), v_head_size=OneOf(128)),
     # trtllm-gen: prebuilt, fetched over the network (flashinfer download-kernels); reads tables and lengths on the device
     Claim(
@@ -84,7 +136,9 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         name="flashinfer",
         summary="FlashInfer's fa2, fa3, trtllm-gen and cuDNN kernels",
         claims=CLAIMS,
-        implementation=None,
+        implementation="attnmux.backends.flashinfer_backend:FlashInferBackend",
         requires=(FLASHINFER,),
-        graphs=("prefill", "decode"),
+        # A launch that a graph holds cuts every row and merges it, whatever its length, over scratch for all its tokens: cheap for decode rows
+        # only. The others are launched as the step wants it.
+        graphs=("decode",),
     )
