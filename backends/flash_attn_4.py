@@ -5,33 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from attnmux.backends._claims import ATTN_TYPES, HALF, LENGTHS, TEXT_ROWS
-from attnmux.dispatch.claims import BackendInfo, Claim
-from attnmux.dispatch.constraints import ANY, YES_OR_NO, AnyOf, OneOf, Range
+from attnmux.backends._flash_attn_claims import PAGED
+from attnmux.dispatch.claims import BackendInfo
+from attnmux.dispatch.constraints import ANY, Not, OneOf
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
 from attnmux.dispatch.requirements import Package
 
 attnmux_contract = "1.0"
 
-HOPPER = Claim(
-    device=DeviceSet("cuda:sm90"),
-    row_class=TEXT_ROWS,
-    lengths=LENGTHS,
-    head_size=Range(8, 256, of=8),
-    dtype=HALF,
-    # A page as long as a key tile (128 and its neighbours) is loaded whole, and needs finite memory behind the last key,
-    # which a pool does not promise. Packed keys are pages of one.
-    page_size=OneOf(None, 16, 32, 64, 256),
-    attn_type=ATTN_TYPES,
-    causal=YES_OR_NO,
-    sliding_window=ANY,
-    window_right=ANY,
-    softcap=ANY,
-    sinks=YES_OR_NO,
-    return_lse=YES_OR_NO,
-)
-BLACKWELL = replace(HOPPER, device=DeviceSet("cuda:sm100..sm119"), head_size=AnyOf(Range(8, 128, of=8), OneOf(256)))
+# A page as long as a key tile is loaded whole, and what lies behind a row's last value is multiplied by 0. On Hopper the adapter then asks for
+# shorter tiles, on Blackwell (tiles of 128) such a page is refused.
+HOPPER = replace(PAGED, softcap=ANY)
+BLACKWELL = replace(HOPPER, device=DeviceSet("cuda:sm100..sm119"), head_size=OneOf(64, 80, 96, 112, 128, 256), page_size=Not(OneOf(128)))
 CLAIMS = (HOPPER, BLACKWELL, replace(BLACKWELL, head_size=OneOf(192), v_head_size=OneOf(128)))
 
 
@@ -41,7 +27,7 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         name="flash_attn_4",
         summary="FlashAttention-4 (CuTe DSL) for Hopper and Blackwell",
         claims=CLAIMS,
-        implementation=None,
+        implementation="attnmux.backends.flash_attn_4_backend:FlashAttn4Backend",
         requires=(Package("flash-attn-4", ">=4.0.0b36", "attnmux[flash-attn]"),),
         graphs=("prefill", "decode"),
     )
