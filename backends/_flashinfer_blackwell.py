@@ -46,7 +46,7 @@ class Part:
         blind: bool ``[tokens, 1, 1]``, tokens of rows without keys.
         longest: query tokens and keys of the longest rows.
         wrapper: planned, cuDNN only.
-        scratch: workspace.
+        scratch: workspace, which belongs to ``stream``.
     """
 
     tokens: tuple[int, int] | None
@@ -60,18 +60,15 @@ class Part:
     longest: tuple[int, int]
     wrapper: Any
     scratch: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        """What a captured graph reads."""
-        return [self.starts, self.table, self.lens, self.key_starts, self.blind]
+    stream: Any
 
 
 def plan(spec: AttentionSpec, kernel: str, batch: Batch, workspace: Tensor | None, previous: Any, limits: Limits | None) -> list[Part]:
     """Prepare text rows. trtllm-gen reads lengths on the device, so upper bounds on the host will do; cuDNN is planned from exact ones."""
     device = batch.seq_lens.device
     scratch = workspace if workspace is not None else torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    classes = classify(spec, batch)
-    kinds: list[str | None] = list(classes)
+    stream = torch.cuda.current_stream(device)
+    kinds: list[str | None] = list(classify(spec, batch))
     if kernel == "cudnn":
         kinds = [kind and (kind if length else "blank") for kind, length in zip(kinds, batch.key_lens, strict=True)]
     starts = torch.tensor([0, *batch.query_lens]).cumsum(0).tolist()
@@ -89,7 +86,7 @@ def plan(spec: AttentionSpec, kernel: str, batch: Batch, workspace: Tensor | Non
         if limits is not None:
             longest = min(limits.max_query_len, MAX_DECODE_TOKENS) if group.backend == "decode" else limits.max_query_len, limits.max_seq_len
         decode = group.backend == "decode"
-        parts.append(Part(group.tokens, index, decode, rows.query_start_loc, table, lens, key_starts, blind, longest, wrapper, scratch))
+        parts.append(Part(group.tokens, index, decode, rows.query_start_loc, table, lens, key_starts, blind, longest, wrapper, scratch, stream))
     return _into(previous, parts) if limits is not None else parts
 
 
@@ -178,7 +175,7 @@ def run(spec: AttentionSpec, kernel: str, q: Tensor, k_cache: Tensor, v_cache: T
 
 def _trtllm(spec: AttentionSpec, q: Tensor, caches: tuple[Tensor, Tensor], part: Part, out: Tensor, layer: LayerArgs) -> None:
     given: dict[str, Any] = {
-        "workspace_buffer": part.scratch,
+        "workspace_buffer": part.scratch if torch.cuda.current_stream(q.device) == part.stream else torch.zeros_like(part.scratch),
         "block_tables": part.table,
         "seq_lens": part.lens,
         "bmm1_scale": spec.scale,

@@ -70,7 +70,7 @@ class Lane:
     Attributes:
         stream: where it was planned last.
         ready: when that plan's tables are on the device.
-        used: the last run on another stream.
+        used: the last run on each other stream, by its number.
         tokens: query tokens of the last plan.
         holder: whose it is while a plan lives.
     """
@@ -79,10 +79,12 @@ class Lane:
         self.spec, self.module, self.device, self.graph = spec, module, device, graph
         self.stream: Any = None
         self.holder: object = None
-        self.ready, self.used = cuda.Event(), None
+        self.ready: Any = cuda.Event()
+        self.used: dict[int, Any] = {}
         self.tokens = 0
         self._pinned: list[tuple[Tensor, Any]] = []
-        self.wrapper = _wrapper(spec, module, device, graph)
+        with torch.inference_mode(False):  # later plans write into its buffers, in that mode or not
+            self.wrapper = _wrapper(spec, module, device, graph)
         for name in OURS:
             if not hasattr(self.wrapper, name):
                 raise RuntimeError(f"FlashInfer {flashinfer.__version__} keeps no {name}: attnmux knows versions 0.7.2 to 0.7.4")
@@ -133,8 +135,12 @@ class Lane:
             given["fixed_split_size"] = work.split
         with cuda.device(self.device):
             self.wrapper.plan(**given)
-            self._copied(stream)
+            self._pinned[-1][1].record(stream)
         self.stream, self.tokens = stream, total
+
+    def filled(self) -> None:
+        """Everything that a launch reads is on its way: who runs on another stream waits for it."""
+        self.ready.record(self.stream)
 
     def run(self, q: Tensor, caches: tuple[Tensor, Tensor], extra: Sequence[Any], out: Tensor, lse: Tensor | None, fused: bool) -> None:
         """Launch for ``q [tokens, Hq, D]`` into contiguous ``out`` and ``lse``, which is to base 2 where a graph may hold the launch.
@@ -160,7 +166,7 @@ class Lane:
         finally:
             self._own("_float_workspace_buffer", mine)
         if not cuda.is_current_stream_capturing():
-            self.used = stream.record_event()
+            self.used[stream.cuda_stream] = stream.record_event()
 
     def _own(self, name: str, value: Any) -> None:
         setattr(self.wrapper, name, value)
@@ -169,9 +175,9 @@ class Lane:
         """What still reads the tables must end before they change; work of one stream is in order anyway."""
         if self.stream is not None and self.stream != stream:
             stream.wait_stream(self.stream)
-        if self.used is not None:
-            stream.wait_event(self.used)
-            self.used = None
+        for event in self.used.values():
+            stream.wait_event(event)
+        self.used = {}
 
     def _make_room(self, size: int) -> None:
         """Tables of at least this many bytes, and a pinned buffer whose last copy is done."""
@@ -187,10 +193,6 @@ class Lane:
             free = len(self._pinned) - 1
         self._pinned.append(self._pinned.pop(free))
         self._own("_pin_memory_int_workspace_buffer", self._pinned[-1][0])
-
-    def _copied(self, stream: Any) -> None:
-        self._pinned[-1][1].record(stream)
-        self.ready.record(stream)
 
 
 def pinned(size: int) -> Tensor:

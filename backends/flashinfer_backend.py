@@ -75,8 +75,12 @@ class FlashInferBackend(Backend):
             RuntimeError: a CUDA graph is being captured: it would hold this step's lengths for good.
             ValueError: host lengths are upper bounds, and the chosen kernel is scheduled from exact ones.
         """
-        if self._vendor and self._takes(batch):
-            return blackwell.plan(self.spec, self._vendor, batch, workspace, previous, self.limits)
+        with torch.inference_mode(False), torch.no_grad():  # a refresh may come in another mode, and writes into what is made here
+            if self._vendor and self._takes(batch):
+                return blackwell.plan(self.spec, self._vendor, batch, workspace, previous, self.limits)
+            return self._plan(batch, workspace, previous)
+
+    def _plan(self, batch: Batch, workspace: Tensor | None, previous: Any) -> State:
         if batch.lengths != "exact":  # claimed for trtllm-gen only, which an option may have turned off
             raise ValueError(complaint("lengths", repr(batch.lengths), "'exact'", f"kernel = {self._options.kernel!r} schedules on the host"))
         if torch.cuda.is_current_stream_capturing():
@@ -170,7 +174,8 @@ class FlashInferBackend(Backend):
         elif module.variant.families:
             families, first = key_families(rows, pages)
             extra = (families.to(self._torch_device, non_blocking=True), first.to(self._torch_device, non_blocking=True))
-        twin = (lambda: self._launch("fa2", rows, scratch, tokens, index, [])) if kind == "fa3" else None
+        twin = (lambda: self._launch("fa2", rows, self._scratch_for(rows), tokens, index, [])) if kind == "fa3" else None
+        lane.filled()
         need = 256 if kind == "fa3" else cut[1] if cut and split is not None else self._scheduler.stock_scratch()
         return Launch(lane, total, tokens, need, index, extra, twin=twin)
 
@@ -194,6 +199,7 @@ class FlashInferBackend(Backend):
             factor[: batch.num_tokens] = LN2
             held = before.lse_factor if before is not None else None
             factor = factor.to(self._torch_device, non_blocking=True) if held is None else held.copy_(factor, non_blocking=True)
+        lane.filled()
         return [Launch(lane, batch.num_tokens, (0, batch.num_tokens), self._scheduler.scratch(tiles, tile), lse_factor=factor)]
 
     def _lane(self, module: Module, shape: Captured | None, old: list[Launch]) -> tuple[Lane, Launch | None]:
