@@ -66,7 +66,9 @@ class FlashInferBackend(Backend):
 
     def warmup(self, limits: Limits) -> None:
         """Build every module that the spec needs, side by side, and run each of them once."""
+        owner = self._owner
         warm_up(self, reachable(self.spec, self.device, self._options), limits, self._torch_device)
+        self._owner = owner  # who compiles need not be who serves
 
     def plan(self, batch: Batch, workspace: Tensor | None, previous: Any) -> Any:
         """Schedules on the host from exact lengths, and gathers page ids on the device.
@@ -190,6 +192,8 @@ class FlashInferBackend(Backend):
             seqs, columns = batch.num_seqs, ceil_div(self.limits.max_seq_len, self.spec.page_size or 1)
             shape = Captured(seqs, captured_tokens(seqs, longest, self.limits), seqs * columns)
         lane, before = self._lane(module, shape, old)
+        if before is not None:  # a graph may hold its address
+            scratch = lane.wrapper._float_workspace_buffer
         tiles, tile = self._scheduler.captured_tiles(shape.seqs, shape.tokens)
         room = int_bytes(shape.seqs, shape.tokens, tiles)
         lane.plan(Work(batch.query_lens, pages, page_indices(batch, pages), None, room), scratch)
