@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from attnmux.backends._flash_attn_claims import PAGED
-from attnmux.dispatch.claims import BackendInfo
+from attnmux.dispatch.claims import BackendInfo, TestedOn
 from attnmux.dispatch.hookspecs import hookimpl
 from attnmux.dispatch.requirements import Package
 
@@ -27,4 +27,5 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         # upstream's own builds, from source, are called flash_attn_3; on the package index that name is an empty 0.0.0
         requires=(Package("tokenspeed-fa3", ">=3.0.0b1", also=("flash_attn_3",)),),
         graphs=("prefill", "decode"),
+        tested_on=(TestedOn("cuda:sm90", "H200", "2026-11-30", "tokenspeed-fa3 3.0.0.post20260810, torch 2.11"),),
     )

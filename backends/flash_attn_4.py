@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from attnmux.backends._flash_attn_claims import PAGED
-from attnmux.dispatch.claims import BackendInfo
+from attnmux.dispatch.claims import BackendInfo, TestedOn
 from attnmux.dispatch.constraints import ANY, Not, OneOf
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
@@ -30,4 +30,5 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         implementation="attnmux.backends.flash_attn_4_backend:FlashAttn4Backend",
         requires=(Package("flash-attn-4", ">=4.0.0b36", "attnmux[flash-attn]"),),
         graphs=("prefill", "decode"),
+        tested_on=(TestedOn("cuda:sm90", "H200", "2026-11-30", "flash-attn-4 4.0.0b36, torch 2.11"),),
     )

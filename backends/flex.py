@@ -38,5 +38,5 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         claims=CLAIMS,
         implementation="attnmux.backends.flex_backend:FlexBackend",
         requires=(Package("torch", ">=2.11"),),
-        tested_on=(TestedOn("cpu", "CPU", "2026-11-30", "torch 2.13"),),
+        tested_on=(TestedOn("cpu", "CPU", "2026-11-30", "torch 2.13"), TestedOn("cuda:sm90", "H200", "2026-11-30", "torch 2.11, Triton 3.6")),
     )

@@ -119,7 +119,7 @@ def layer(work: Workload, backend: str, seed: int) -> Callable[[], object]:
     limits = attnmux.Limits(len(work.rows), sum(query_lens), max(key_lens), max(query_lens))
     attention = attnmux.Attention(spec, "cuda", limits=limits, require=None if backend == "auto" else backend)
     plan, out = attention.plan(batch), torch.empty_like(q)
-    sinks = torch.randn(spec.num_q_heads, device="cuda") if spec.sinks else None
+    sinks = torch.randn(spec.num_q_heads, device="cuda", dtype=spec.dtype) if spec.sinks else None  # as models keep them
     return lambda: attention.run(q, k, v, plan, out=out, sinks=sinks)
 
 

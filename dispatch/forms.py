@@ -66,7 +66,7 @@ def _text_form(spec: AttentionSpec, query_lens: tuple[int, ...], key: _ById) -> 
 
 def _sort_out(classes: Sequence[RowClass | None], query_lens: Sequence[int], key_lens: Sequence[int], selection: Selection) -> Form:
     routes = tuple(None if c is None else _route(selection, c, q, k) for c, q, k in zip(classes, query_lens, key_lens, strict=True))
-    groups = tuple(group_rows(routes, query_lens))
+    groups = tuple(group_rows(routes, query_lens, classes))
     fixed = tuple(None if c is None or r is None else (c, r) for c, r in zip(classes, routes, strict=True))
     return Form(tuple(classes), routes, fixed, groups, is_whole(groups, fixed), sum(query_lens))
 

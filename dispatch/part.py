@@ -65,7 +65,7 @@ class Part:
         if not self.captured:
             return
         name, rows = self.group.backend, self.group.rows
-        now = next((group for group in groups if group.backend == name), None)
+        now = next((group for group in groups if (group.backend, group.row_class) == (name, self.group.row_class)), None)
         if now is not None and (len(query_lens) if whole else len(now.rows)) == self.seqs and (whole or now.rows == rows):
             if self.index is None and now.tokens is not None and now.first == self.group.first:
                 return

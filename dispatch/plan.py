@@ -43,7 +43,7 @@ class Plan:
         self._ready = False
         self._parts: list[Part] = []
         self._by_class: dict[RowClass, list[Part]] = {}
-        self._made: dict[tuple[RowClass | None, str], Part] = {}  # by class that ran alone, and backend
+        self._made: dict[tuple[RowClass | None, str, RowClass | None], Part] = {}  # by class that ran alone, backend, and class of a split route
         self._fixed: Sequence[tuple[RowClass, str] | None] = ()
         self._checked: set[Hashable] = set()  # calls of a form that was checked for this step
         self._prepare(batch)
@@ -94,7 +94,7 @@ class Plan:
         form = form_of(attn.spec, batch, attn.selection_for(batch.lengths))
         fixed = self._still_fixed(form)
         found = {only: self._groups(batch, form, fixed, only) for only in (None, *self._by_class)}
-        for (only, _), part in self._made.items():
+        for (only, *_), part in self._made.items():
             part.check_replay(*found[only], batch.query_lens)
         bounds = page_bounds(attn.spec, batch) if attn.synchronise else None
         self._checked.clear()
@@ -133,7 +133,7 @@ class Plan:
         """
         if only is None and fixed is form.fixed:
             return form.groups, form.whole
-        groups = group_rows([each[1] if each and only in (None, each[0]) else None for each in fixed], batch.query_lens)
+        groups = group_rows([each and each[1] for each in fixed], batch.query_lens, [each and each[0] for each in fixed], only)
         return groups, is_whole(groups, fixed)
 
     def _alone(self, batch: Batch, parts: Sequence[Part], row_class: RowClass, groups: Sequence[Group], whole: bool) -> list[Part]:
@@ -142,7 +142,8 @@ class Plan:
         return [held.get((group.backend, group.rows)) or self._part(batch, group, whole, row_class) for group in groups]
 
     def _part(self, batch: Batch, group: Group, whole: bool, only: RowClass | None) -> Part:
-        attn, before = self.attention, self._made.get((only, group.backend))
+        attn, key = self.attention, (only, group.backend, group.row_class)
+        before = self._made.get(key)
         backend = attn.backend(group.backend)
         rows = batch if whole else batch.take(group.rows)
         index = stream = None
@@ -154,7 +155,7 @@ class Plan:
         previous = before.state if before is not None and before.seqs == rows.num_seqs else None
         state = backend.plan(rows, attn.workspace_for(backend, rows), previous)
         captured = before is not None and before.captured
-        part = self._made[only, group.backend] = Part(group, rows.num_seqs, backend, state, index, stream, captured)
+        part = self._made[key] = Part(group, rows.num_seqs, backend, state, index, stream, captured)
         return part
 
     def _parts_of(self, only: str) -> list[Part]:

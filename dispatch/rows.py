@@ -35,11 +35,13 @@ class Group:
         backend: its name.
         rows: their indices, ascending.
         tokens: ``(first, last + 1)`` where their tokens stand together, else ``None`` and they must be gathered.
+        row_class: set where the backend's rows are split by class, so that none has to be gathered.
     """
 
     backend: str
     rows: tuple[int, ...]
     tokens: tuple[int, int] | None
+    row_class: RowClass | None = None
 
     @property
     def first(self) -> int:
@@ -47,19 +49,34 @@ class Group:
         return self.tokens[0] if self.tokens else 0
 
 
-def group_rows(routes: Sequence[str | None], query_lens: Sequence[int]) -> list[Group]:
-    """Rows by backend, in order of first appearance; rows without a route are left out."""
+def group_rows(
+    routes: Sequence[str | None], query_lens: Sequence[int], classes: Sequence[RowClass | None] = (), only: RowClass | None = None
+) -> list[Group]:
+    """Rows by backend, in order of first appearance; rows without a route, or of another class than ``only``, are left out.
+
+    Rows stand together if no row of another group is between them, whether or not it has tokens in this step. Where a backend's rows do not,
+    but those of each class do, each class is a group: calls over views cost less than copies.
+    """
     starts = [0]
     for n in query_lens:
         starts.append(starts[-1] + n)
-    by_backend: dict[str, list[int]] = {}
-    for row, backend in enumerate(routes):
-        if backend is not None:
-            by_backend.setdefault(backend, []).append(row)
-    groups = []
-    for backend, rows in by_backend.items():
-        together = all(starts[a + 1] == starts[b] for a, b in pairwise(rows))
-        groups.append(Group(backend, tuple(rows), (starts[rows[0]], starts[rows[-1] + 1]) if together else None))
+    present = [row for row, route in enumerate(routes) if route is not None]
+    order = {row: place for place, row in enumerate(present)}
+
+    def group(rows: Sequence[int], row_class: RowClass | None = None) -> Group:
+        together = all(order[a] + 1 == order[b] for a, b in pairwise(rows))
+        return Group(routes[rows[0]] or "", tuple(rows), (starts[rows[0]], starts[rows[-1] + 1]) if together else None, row_class)
+
+    by_route: dict[str | None, list[int]] = {}
+    for row in present:
+        if only is None or classes[row] == only:
+            by_route.setdefault(routes[row], []).append(row)
+    groups: list[Group] = []
+    for rows in by_route.values():
+        one = group(rows)
+        kinds = dict.fromkeys(classes[row] for row in rows) if classes and one.tokens is None else {}
+        apart = [group([row for row in rows if classes[row] == kind], kind) for kind in kinds]
+        groups.extend(apart if len(apart) > 1 and all(each.tokens for each in apart) else [one])
     return groups
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
 from attnmux.dispatch.platform import Arch, Order, Platform, when
-from attnmux.platforms._family import BF16, FP8_OCP, KIB, triton_first
+from attnmux.platforms._family import BF16, FP8_OCP, KIB, spans_first, triton_first
 
 attnmux_contract = "1.0"
 
@@ -28,6 +28,7 @@ def attnmux_platforms() -> Iterable[Platform]:
                 "Turing: fp16 in Triton's kernels; it has no bf16 arithmetic, so FlexAttention takes the rest",
                 when("cuda:sm75..sm79"),
             ),
+            spans_first("flashinfer", "flex"),
             Order(
                 ("flashinfer", "triton", "flex"),
                 "desktop Blackwell runs FlashInfer's fa2; it has neither wgmma nor tcgen05, so FlashAttention has no paged kernel for it",

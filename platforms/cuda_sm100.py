@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attnmux.dispatch.constraints import ON, OneOf
+from attnmux.dispatch.constraints import OneOf
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
 from attnmux.dispatch.platform import Arch, Order, Platform, when
-from attnmux.platforms._family import BF16, FP8_OCP, KIB, triton_first
+from attnmux.platforms._family import BF16, FP8_OCP, KIB, spans_first, triton_first
 
 attnmux_contract = "1.0"
 
@@ -23,10 +23,11 @@ def attnmux_platforms() -> Iterable[Platform]:
         archs={"sm100": Arch("Blackwell (B200, GB200)", 227 * KIB, BF16 | FP8_OCP | {"tma", "tcgen05"})},
         orders=(
             *triton_first("flashinfer", "flash_attn_4", "flex"),
+            spans_first("flashinfer", "flash_attn_4", "flex"),
             Order(
-                ("triton_flashinfer", *ORDER),
-                "multimodal spans at head sizes 256 and 512: image rows to Triton, text rows keep FlashInfer",
-                when(mm_prefix=ON, head_size=OneOf(256, 512)),
+                ("flash_attn_4", "flashinfer", "triton", "flex"),
+                "FlashInfer's Blackwell kernels are causal; what is not goes to its fa2, which has no tcgen05",
+                when(causal=OneOf(False)),
             ),
             Order(ORDER, "FlashInfer brings NVIDIA's own Blackwell kernels; FlashAttention-4 takes head sizes that it refuses"),
         ),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
 from attnmux.dispatch.platform import Arch, Order, Platform
-from attnmux.platforms._family import BF16, FP8_OCP, KIB, sinks_before_hopper, triton_first
+from attnmux.platforms._family import BF16, FP8_OCP, KIB, sinks_before_hopper, spans_first, triton_first
 
 attnmux_contract = "1.0"
 
@@ -29,6 +29,7 @@ def attnmux_platforms() -> Iterable[Platform]:
         orders=(
             *triton_first("flashinfer", "flex"),
             sinks_before_hopper("flashinfer", "flex"),
+            spans_first("flashinfer", "flex"),
             Order(("flashinfer", "triton", "flex"), "FlashInfer's fa2 is made for Ampere and Ada; Triton takes what it refuses"),
         ),
         probe="attnmux.platforms._nvml:probe",

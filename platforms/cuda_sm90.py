@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from attnmux.dispatch.constraints import ON, Range
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
 from attnmux.dispatch.platform import Arch, Order, Platform, when
-from attnmux.platforms._family import BF16, FP8_OCP, KIB, triton_first
+from attnmux.platforms._family import BF16, FP8_OCP, KIB, spans_first, triton_first
 
 attnmux_contract = "1.0"
 
@@ -20,21 +21,22 @@ def attnmux_platforms() -> Iterable[Platform]:
         archs={"sm90": Arch("Hopper (H100, H200)", 227 * KIB, BF16 | FP8_OCP | {"tma", "wgmma"})},
         orders=(
             *triton_first("flash_attn_4", "flash_attn_3", "flashinfer", "flex"),
-            Order(
-                ("triton", "flex"),
-                "spans: Triton computes their mask in place, FlexAttention builds one a step",
-                when(row_class="image"),
-            ),
+            spans_first("flashinfer", "flex"),
             Order(
                 ("triton", "flash_attn_3", "flashinfer", "flex"),
-                "decode wants split keys, which FlashAttention-4 lacks on Hopper: 331 us against FlashAttention-3's 259"
-                " at 128 x 2k, 54 against 14 at 1 x 4k (H200, 2026-11-29)",
+                "decode wants split keys, which FlashAttention-4 lacks on Hopper: 250 us in Triton at 128 x 2k, 264 in FlashInfer, 323 in"
+                " FlashAttention-3, 359 in 4; with one long row among short ones 94, 285, 112 and 538 (H200, 2026-11-30)",
                 when(row_class="decode"),
             ),
             Order(
+                ("triton", "flash_attn_3", "flash_attn_4", "flashinfer", "flex"),
+                "sinks in a short window: Triton reads least, 77 us against 94 in FlashAttention-4 for 4k tokens, window 128 (H200, 2026-11-30)",
+                when(row_class="prefill", sinks=ON, sliding_window=Range(1, 256)),
+            ),
+            Order(
                 ("flash_attn_4", "flash_attn_3", "flashinfer", "triton", "flex"),
-                "FlashAttention leads in prefill: version 4 takes 12.6 us at 500 tokens and 269 at 4k, version 3 takes 15.1"
-                " and 267, FlashInfer 15.1 and 308 (H200, 2026-11-29)",
+                "FlashAttention leads in prefill: version 4 takes 14.3 us at 500 tokens, 276 at 4k and 240 there at head size 256, version 3"
+                " takes 17.0, 269 and 271, FlashInfer 15.2, 312 and 374 (H200, 2026-11-30)",
                 when(row_class="prefill"),
             ),
         ),

@@ -101,7 +101,7 @@ def test_bench(run):
     assert found["regret"] >= 0
     fastest = found["timings"][0]["microseconds"]
     picked = next(t["microseconds"] for t in found["timings"] if t["backend"] == "sdpa")
-    assert found["regret"] == pytest.approx(picked / fastest - 1, abs=1e-2)
+    assert found["regret"] == pytest.approx(picked / fastest - 1, rel=1e-2, abs=1e-2)  # the times are rounded
 
 
 @pytest.mark.usefixtures("zeros")

@@ -128,7 +128,23 @@ def test_neighbouring_rows_are_passed_as_views() -> None:
     assert [(g.backend, g.rows, g.tokens) for g in groups] == [("a", (0, 1, 3), (0, 6)), ("b", (4, 5), (6, 14))]
     [apart, between] = group_rows(["a", "b", "a"], [1, 1, 1])
     assert (apart.tokens, between.tokens) == (None, (1, 2))
+    [apart, _] = group_rows(["a", "b", "a"], [1, 0, 1])  # the row between may come back
+    assert apart.tokens is None
     assert group_rows([None, None], [0, 0]) == []
+
+
+def test_a_route_is_split_by_class_where_that_spares_a_copy() -> None:
+    routes, lens = ["a", "b", "a", "a"], [30, 20, 1, 2]
+    groups = group_rows(routes, lens, ["image", "prefill", "decode", "decode"])
+    assert [(g.backend, g.rows, g.tokens, g.row_class) for g in groups] == [
+        ("a", (0,), (0, 30), "image"),
+        ("a", (2, 3), (50, 53), "decode"),
+        ("b", (1,), (30, 50), None),
+    ]
+    mixed = group_rows(routes, lens, ["image", "prefill", "decode", "image"])
+    assert [(g.backend, g.rows, g.tokens, g.row_class) for g in mixed] == [("a", (0, 2, 3), None, None), ("b", (1,), (30, 50), None)]
+    together = group_rows(["a", "a", "b"], [30, 1, 20], ["image", "decode", "prefill"])
+    assert [(g.rows, g.tokens, g.row_class) for g in together] == [((0, 1), (0, 31), None), ((2,), (31, 51), None)]
 
 
 def test_lse_is_scattered_too(install: Install, spec: AttentionSpec) -> None:
@@ -387,7 +403,7 @@ CAPTURED = {  # steps before and after, and whether a graph over the decode rows
     "moved": ([17, 1, 2], [20, 1, 2], False),
     "gathered": ([1, 17, 2], [2, 20, 1], True),
     "fewer gathered": ([1, 17, 2], [1, 17, 1], False),
-    "no longer gathered": ([1, 17, 2], [1, 0, 2], False),
+    "gathered around padding": ([1, 17, 2], [2, 0, 1], True),
 }
 
 
@@ -412,3 +428,26 @@ def test_what_a_graph_holds_stays_where_it_was(name: str, install: Install, spec
         with pytest.raises(ValueError, match=r"into is a plan whose rows \[.*\] of other, .* are in a CUDA graph.*make a new plan and capture that"):
             attn.plan(second.batch, into=plan)
         assert plan.batch is first.batch
+
+
+def test_classes_of_a_split_route_run_and_refresh(install: Install, spec: AttentionSpec, oracle_of: Callable[[Step], Tensor]) -> None:
+    spec = spec.replace(mm_prefix="override_window")
+    first, second = Step(spec, [20, 17, 1, 2], [30, 17, 9, 5]), Step(spec, [25, 0, 2, 1], [29, 3, 8, 7])
+    for step in (first, second):
+        step.batch.mm_spans = [[(12, 13)], [], [], []]  # a span of one token changes the class and nothing else
+    oracles = oracle_of(first), oracle_of(second)
+    two(install, Order(("other",), "text", when(row_class="prefill")), Order(("tiny",), "the rest"))
+    attn = attnmux.Attention(spec, "cpu")
+    plan = attn.plan(first.batch)
+    states = [id(part.state) for part in plan._parts]
+    assert [(part.group.backend, part.group.row_class, part.index) for part in plan._parts] == [
+        ("tiny", "image", None),
+        ("tiny", "decode", None),
+        ("other", None, None),
+    ]
+    first.check(attn, plan, oracles[0])
+    second.check(attn, attn.plan(second.batch, into=plan), oracles[1])
+    assert [id(part.state) for part in plan._parts] == states
+    parts = [part.state for part in plan._parts]
+    first.run(attn, attn.plan(first.batch, into=plan), only="decode")
+    assert plan._by_class["decode"][0].state is parts[1]  # planned once

@@ -11,7 +11,7 @@ from attnmux.testing import Case, Row, make_case
 from attnmux.testing.measure import Answer, expect_close, oracle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-SPEC = attnmux.AttentionSpec(8, 2, 128, torch.bfloat16, mm_prefix="override_window", return_lse=False)
+SPEC = attnmux.AttentionSpec(8, 2, 64, torch.bfloat16, mm_prefix="override_window", return_lse=False)
 SPAN = ((40, 300),)
 MIXED = (Row(1, 900), Row(300, 300, SPAN), Row(70, 500), Row(0, 40), Row(5, 77), Row(33, 33), Row(40, 90, ((60, 80), (85, 90))), Row(1, 1), Row(2, 0))
 SORTED = (*[Row(1, 300 + 7 * i) for i in range(6)], Row(2, 40), Row(250, 700), Row(300, 300, SPAN))
