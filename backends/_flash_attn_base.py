@@ -23,6 +23,8 @@ class FlashAttnBackend(Backend):
     need, and refreshed in place, for graphs; then the kernels get all of ``q``, since a replay may have more tokens than the capture.
     """
 
+    option_names = ()
+
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
         super().__init__(spec, device, options)
         self._torch_device = torch.device(device.torch_device)

@@ -41,6 +41,8 @@ class State:
 class FlashInferBackend(Backend):
     """Options: ``kernel`` and ``cuda_graphs``, see :class:`~attnmux.backends._flashinfer_modules.Options`."""
 
+    option_names = ("kernel", "cuda_graphs")
+
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
         super().__init__(spec, device, options)
         self._options = options_of(options, spec, device)

@@ -25,6 +25,8 @@ class FlexBackend(Backend):
     compiled there FlexAttention returns no log-sum-exp, and plain it multiplies every key it is given.
     """
 
+    option_names = ()
+
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
         super().__init__(spec, device, options)
         self._gpu = device.type != "cpu"

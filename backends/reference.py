@@ -51,6 +51,8 @@ class ReferenceBackend(Backend):
     The option ``compute_dtype`` is ``float32`` (the default) or ``float64``.
     """
 
+    option_names = ("compute_dtype",)
+
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
         super().__init__(spec, device, options)
         chosen = options.get("compute_dtype", torch.float32)

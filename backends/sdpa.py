@@ -46,6 +46,8 @@ def attnmux_backends() -> Iterable[BackendInfo]:
 class SdpaBackend(Backend):
     """Rows cut into tiles that the fused kernel runs; see :mod:`attnmux.kernels.sdpa`."""
 
+    option_names = ()
+
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
         super().__init__(spec, device, options)
         self._threads = torch.get_num_threads()

@@ -29,6 +29,8 @@ WHOLE = 1 << 30
 class TritonBackend(Backend):
     """Options: ``programs``, how many programs a launch is cut into (default: by kind of row, a few for each multiprocessor)."""
 
+    option_names = ("programs",)
+
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
         super().__init__(spec, device, options)
         self._torch_device = torch.device(device.torch_device)

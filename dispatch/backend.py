@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.cache import write_kv
 from attnmux.dispatch.device import Device
+from attnmux.dispatch.errors import suggest
 from attnmux.dispatch.spec import AttentionSpec, Limits
 
 
@@ -42,13 +43,22 @@ class Backend(ABC):
         device: where.
         options: the backend's own config section.
 
+    Raises:
+        ValueError: an option is not among :attr:`option_names`.
+
     Attributes:
+        option_names: what its config section may hold; ``None``: whatever the user likes, and the backend checks.
         limits: the largest batch that will be planned, where the front door was given limits; set before the first plan.
     """
 
+    option_names: ClassVar[tuple[str, ...] | None] = None
     limits: Limits | None = None
 
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
+        known = tuple(options) if self.option_names is None else self.option_names
+        for name in options:
+            if name not in known:
+                raise ValueError(f"the options of {type(self).__name__} hold {name!r}: {suggest(str(name), known)}")
         self.spec = spec
         self.device = device
         self.options = options

@@ -13,7 +13,7 @@ q_len = [1, 4]
 kv_len = [0, 8192]
 
 [backends.flashinfer]
-workspace_mb = 256
+kernel = "fa2"
 """
 
 from __future__ import annotations

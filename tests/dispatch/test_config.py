@@ -491,9 +491,9 @@ def test_the_example_in_the_module_is_a_file_that_works(tmp_path: Path) -> None:
     path.write_text(str(config_file.__doc__).partition("Example::")[2])
     steering = read_base({"ATTNMUX_CONFIG": str(path)}).steerings[1]
     assert [o.names for o in steering.orders] == [("flash_attn_3", "triton")]
-    assert steering.options == (("flashinfer", "workspace_mb", 256),)
+    assert steering.options == (("flashinfer", "kernel", "fa2"),)
     used = set(re.findall(r"^(?:\[\[?)?([a-z_]+)", path.read_text(), re.M))
-    assert used <= {*KEYS, *ORDER_KEYS, "workspace_mb"}
+    assert used <= {*KEYS, *ORDER_KEYS, "kernel"}
 
 
 def test_options_of_backends_by_precedence(made: Registry, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -507,6 +507,13 @@ def test_options_of_backends_by_precedence(made: Registry, spec: AttentionSpec, 
         assert attnmux.Attention(spec, "cpu").backend("a").options == {"x": 1, "y": 2, "z": 3}
     assert host.options("b") == {"x": 9}
     assert host.options("c") == {}
+
+
+def test_an_option_that_the_backend_does_not_have(spec: AttentionSpec) -> None:
+    with attnmux.config(backends={"sdpa": {"tile": 3}}), pytest.raises(ValueError, match="the options of SdpaBackend hold 'tile': known: none"):
+        attnmux.Attention(spec, "cpu", require="sdpa")
+    with attnmux.config(backends={"reference": {"compute_dtyp": 3}}), pytest.raises(ValueError, match="'compute_dtyp': did you mean 'compute_dtype'"):
+        attnmux.Attention(spec, "cpu", require="reference")
 
 
 def test_mistakes_in_options(made: Registry, spec: AttentionSpec) -> None:
