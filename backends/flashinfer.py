@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from attnmux.backends._claims import ATTN_TYPES, HALF, LAYOUTS, LENGTHS, TEXT_ROWS
-from attnmux.dispatch.claims import BackendInfo, Claim
+from attnmux.dispatch.claims import BackendInfo, Claim, TestedOn
 from attnmux.dispatch.constraints import ANY, OFF, ON, YES_OR_NO, AnyOf, OneOf, Range, SameAs
 from attnmux.dispatch.device import DeviceSet
 from attnmux.dispatch.hookspecs import hookimpl
@@ -102,9 +102,9 @@ CLAIMS = (  # the special ones first: of two claims that refuse as much, the fir
     replace(FA2, attn_type=ATTN_TYPES, causal=OneOf(False), sliding_window=OFF),
     # The smallest tile at head size 512 needs more than 99 KiB of shared memory. There the kernel calls no hook of a variant behind the
     # scores, so sinks and scales would be dropped.
-    replace(FA2_16BIT, device=DeviceSet("cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm103"), head_size=OneOf(512)),
+    replace(FA2_16BIT, device=DeviceSet("cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm103"), head_size=OneOf(512), unproven=True),
     # fa2 again: fa3 reads keys and values by one offset, and pools of unlike widths have two
-    replace(FA2_16BIT, device=DeviceSet("cuda:sm90"), head_size=OneOf(192), v_head_size=OneOf(128)),
+    replace(FA2_16BIT, device=DeviceSet("cuda:sm90"), head_size=OneOf(192), v_head_size=OneOf(128), unproven=True),
     # trtllm-gen: prebuilt, fetched over the network (flashinfer download-kernels); reads tables and lengths on the device
     Claim(
         device=DeviceSet("cuda:sm100", "cuda:sm103"),
@@ -141,4 +141,5 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         # A launch that a graph holds cuts every row and merges it, whatever its length, over scratch for all its tokens: cheap for decode rows
         # only. The others are launched as the step wants it.
         graphs=("decode",),
+        tested_on=(TestedOn("cuda:sm90", "H200", "2026-11-30", "FlashInfer 0.7.2.post1, torch 2.11"),),
     )

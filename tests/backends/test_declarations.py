@@ -11,7 +11,7 @@ import torch
 
 from attnmux.backends.flashinfer import COMPILER
 from attnmux.dispatch.catalog import Catalog
-from attnmux.dispatch.claims import BackendInfo
+from attnmux.dispatch.claims import CLAIM_FIELDS, BackendInfo
 from attnmux.dispatch.devices import resolve
 from attnmux.dispatch.hookspecs import CONTRACT
 from attnmux.dispatch.query import Query
@@ -175,7 +175,7 @@ def test_declarations_are_well_formed(name: str, catalog: Catalog) -> None:
     assert info.requires
     assert len(set(info.claims)) == len(info.claims)
     for claim in info.claims:
-        for constraint in (claim.constraint(field) for field in type(claim).__dataclass_fields__ if field != "requires"):
+        for constraint in map(claim.constraint, CLAIM_FIELDS):
             assert constraint.wants()
 
 

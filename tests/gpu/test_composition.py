@@ -137,7 +137,7 @@ def test_decode_rows_in_a_graph_beside_eager_rows_of_other_classes(mix):
 
 def test_a_graph_over_gathered_rows_follows_their_tokens():
     case = make_case(SPEC, (Row(1, 60), Row(20, 20), Row(2, 90), Row(30, 60)), device="cuda")
-    later = make_case(SPEC, (Row(2, 61), Row(25, 45), Row(1, 91), Row(10, 60)), device="cuda")
+    later = make_case(SPEC, (Row(2, 61), Row(25, 45), Row(1, 91), Row(17, 60)), device="cuda")
     attention = attnmux.Attention(
         SPEC, "cuda", require={"image": "triton", "prefill": "flex", "decode": "triton"}, limits=attnmux.Limits(4, 100, 900, 100)
     )

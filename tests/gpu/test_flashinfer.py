@@ -128,6 +128,7 @@ def no_synchronisation() -> Iterator[None]:
 
 
 PAGE, PAGES, SEQS = 16, 4096, 16
+ROUNDING = torch.finfo(BF16).eps / 2
 CAPTURED = {
     "plain": S64,
     "window, sinks": S64.replace(sliding_window=700, sinks=True),
@@ -195,7 +196,9 @@ def test_captured_short_replayed_long(name, query_lens):
         if i % 33 == 0:
             want, _ = attnmux.reference_attention(q, k, v, spec, batch, compute_dtype=torch.float64, **layer)
             own, _ = attnmux.reference_attention(q, k, v, spec, batch, **layer)
-            assert distance(out[:n], want[:n]) <= 2 * distance(own[:n], want[:n]) + SLACK
+            # a captured launch cuts every row, and FlashInfer keeps the outputs of parts in bf16: one rounding more, of no more than a value
+            part = ROUNDING * float(v.float().abs().max()) * float(layer.get("v_scale", 1.0))
+            assert distance(out[:n], want[:n]) <= 2 * distance(own[:n], want[:n]) + part + SLACK
 
 
 def test_a_plan_in_a_graph_is_an_error():
