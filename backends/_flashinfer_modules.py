@@ -11,7 +11,7 @@ import torch
 from attnmux.backends._flashinfer_variant import NAME, Variant
 from attnmux.dispatch.device import Device, sm_version
 from attnmux.dispatch.dtypes import DTYPE_NAMES
-from attnmux.dispatch.errors import complaint, suggest
+from attnmux.dispatch.errors import ConfigError, complaint, suggest
 from attnmux.dispatch.spec import AttentionSpec
 
 KERNELS = ("auto", "fa2", "fa3", "trtllm-gen", "cudnn")
@@ -38,17 +38,16 @@ def options_of(options: Mapping[str, Any], spec: AttentionSpec, device: Device) 
     """The options, checked.
 
     Raises:
-        ValueError: the kernel does not exist, or cannot run this spec on this device.
-        TypeError: an option is of the wrong type.
+        ConfigError: an option is of the wrong type, the kernel does not exist, or cannot run this spec on this device.
     """
     graphs, kernel = options.get("cuda_graphs", True), options.get("kernel", "auto")
     if not isinstance(graphs, bool):
-        raise TypeError(complaint("cuda_graphs in the options of flashinfer", repr(graphs), "true or false"))
+        raise ConfigError(complaint("cuda_graphs in the options of flashinfer", repr(graphs), "true or false"))
     if kernel not in KERNELS:
-        raise ValueError(f"kernel in the options of flashinfer is {kernel!r}: {suggest(str(kernel), KERNELS)}")
+        raise ConfigError(f"kernel in the options of flashinfer is {kernel!r}: {suggest(str(kernel), KERNELS)}")
     able = ("auto", *kernels_for(spec, device))
     if kernel not in able:
-        raise ValueError(
+        raise ConfigError(
             complaint("kernel in the options of flashinfer", repr(kernel), f"one that runs this spec on {device.name}: {', '.join(able)}")
         )
     return Options(kernel, graphs)

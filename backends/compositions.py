@@ -14,16 +14,16 @@ attnmux_contract = "1.0"
 def attnmux_compositions() -> Iterable[Composition]:
     yield Composition(
         "triton_flashinfer",
-        (("image", "triton"), ("prefill", "flashinfer"), ("decode", "flashinfer")),
+        {"image": "triton", "prefill": "flashinfer", "decode": "flashinfer"},
         "Triton for rows with spans, FlashInfer for text",
     )
     yield Composition(
         "triton_flash_attn_3",
-        (("image", "triton"), ("prefill", "flash_attn_3"), ("decode", "triton")),
+        {"image": "triton", "prefill": "flash_attn_3", "decode": "triton"},
         "FlashAttention-3 for prefill, Triton for the rest",
     )
     yield Composition(
         "triton_flash_attn_4",
-        (("image", "triton"), ("prefill", "flash_attn_4"), ("decode", "triton")),
+        {"image": "triton", "prefill": "flash_attn_4", "decode": "triton"},
         "FlashAttention-4 for prefill, Triton for the rest",
     )

@@ -14,7 +14,7 @@ from attnmux.backends._triton_warmup import SPANS, layers, one_row, pools
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.device import Device
-from attnmux.dispatch.errors import complaint
+from attnmux.dispatch.errors import ConfigError, complaint
 from attnmux.dispatch.spec import MAX_DECODE_TOKENS, AttentionSpec, Limits
 from attnmux.kernels.triton import launch
 from attnmux.kernels.triton.config import LaunchConfig, Target, launch_config
@@ -36,7 +36,7 @@ class TritonBackend(Backend):
         self._torch_device = torch.device(device.torch_device)
         self._programs = options.get("programs")
         if self._programs is not None and (type(self._programs) is not int or not 1 <= self._programs <= MOST_PROGRAMS):
-            raise ValueError(complaint("programs in the options of triton", repr(self._programs), f"a whole number from 1 to {MOST_PROGRAMS}"))
+            raise ConfigError(complaint("programs in the options of triton", repr(self._programs), f"a whole number from 1 to {MOST_PROGRAMS}"))
         self._multiprocessors = multiprocessors(self._torch_device)
         self._target = Target(device.type, device.arch, device.shared_memory, "tma" in device.features)
         self._features = features_of(spec, device)

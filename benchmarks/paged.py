@@ -153,11 +153,17 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=4.8e12, help="bytes a second")
     parser.add_argument("--flops", type=float, default=990e12, help="operations a second")
     args = parser.parse_args()
+    wanted = [work for work in WORKLOADS if any(part in work.name for part in args.only)]
+    if not wanted:
+        parser.error(f"--only {' '.join(args.only)} is in no name; known: {', '.join(work.name for work in WORKLOADS)}")
+    known = {"auto", *host.registry().catalog.names()}
+    if unknown := set(args.backends) - known:
+        parser.error(f"--backends {' '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}; microseconds")
     rows: list[tuple[str, float, dict[str, float], str]] = []
-    for work in WORKLOADS:
-        if not any(part in work.name for part in args.only):
-            continue
+    for work in wanted:
         moved, computed = (cost / rate * 1e6 for cost, rate in zip(work.cost(), (args.bandwidth, args.flops), strict=True))
         pools = max(1, min(24, math.ceil(ROTATED_BYTES / work.cost()[0]))) if moved > computed else 1
         times: dict[str, float] = {}

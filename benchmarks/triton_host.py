@@ -7,6 +7,7 @@ Nothing is waited for inside the loops, so that the numbers are the host's own w
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -55,6 +56,9 @@ def measure(query_lens: list[int], keys: int) -> tuple[float, float, float]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a CUDA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds")
     for name, query_lens, keys in (
         ("decode, 64 rows", [1] * 64, 512),

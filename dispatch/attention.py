@@ -16,7 +16,7 @@ from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.batch_checks import check_batch, page_bounds
 from attnmux.dispatch.call_checks import check_run, check_write
 from attnmux.dispatch.device import Device
-from attnmux.dispatch.errors import NoBackendError, complaint
+from attnmux.dispatch.errors import ConfigError, NoBackendError, complaint, suggest
 from attnmux.dispatch.operator import called_plainly, expect_tensors, new_handle, split
 from attnmux.dispatch.plan import Plan
 from attnmux.dispatch.platform import Order
@@ -45,6 +45,7 @@ class Attention:
     Raises:
         NoBackendError: some row class has no backend.
         PluginError: the selected backend's code fails to import.
+        ConfigError: its config section holds what it does not know.
         ValueError: the device is not in this machine.
     """
 
@@ -71,11 +72,18 @@ class Attention:
             raise ValueError(complaint("device", found.name, "a device of this machine", "select() answers dry runs; only a real device can run"))
         self.torch_device = torch.device(found.torch_device)
         self.synchronise = found.type == "cpu" or _config.debug()
+        self._options = {name: host.options(name) for name in self.backends}  # a context may have ended when a backend is loaded
         self._backends = {name: self._load(name) for name in self.selection.backends}
         self._workspace: Tensor | None = None
+        self._late: dict[Backend, Tensor] = {}  # workspaces of backends that came later and need more
         self.handle = new_handle(self)
         if limits is not None and (size := self.workspace_bytes(limits)):
             self._workspace = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Every backend that a plan may use: those for exact lengths, then those that only upper bounds lead to."""
+        return tuple(dict.fromkeys((*self.selection.backends, *(self._bounded.backends if self._bounded.complete else ()))))
 
     def plan(self, batch: Batch, into: Plan | None = None) -> Plan:
         """Prepare a step; all layers of the group share the plan.
@@ -176,7 +184,8 @@ class Attention:
         torch.ops.attnmux.write_kv(k, v, k_cache, v_cache, slot_mapping, self.handle, kt, vt, kv, vv)
 
     def workspace_bytes(self, limits: Limits | None = None) -> int:
-        """Bytes of workspace for any batch within the limits (by default its own).
+        """Bytes of workspace for any batch within the limits (by default its own). A backend that only upper-bound lengths lead to is loaded
+        when it is first used or warmed up, and brings workspace of its own if it needs more.
 
         Raises:
             ValueError: there are no limits.
@@ -186,25 +195,35 @@ class Attention:
             raise ValueError("workspace_bytes needs limits: pass attnmux.Limits(...), here or to Attention")
         return max((backend.workspace_bytes(limits) for backend in self._backends.values()), default=0)
 
-    def warmup(self) -> None:
+    def warmup(self, lengths: Lengths | None = None) -> None:
         """Compile or build whatever the limits can reach, so that nothing is compiled while serving.
+
+        Args:
+            lengths: ``"exact"`` leaves out backends that only upper-bound lengths lead to.
 
         Raises:
             ValueError: there are no limits.
         """
         if self.limits is None:
             raise ValueError("warmup needs limits: pass attnmux.Limits(...) to Attention")
-        for backend in self._backends.values():
-            backend.warmup(self.limits)
+        for name in self.selection.backends if lengths == "exact" else self.backends:
+            self.backend(name).warmup(self.limits)
 
     def backend(self, name: str) -> Backend:
         """The instance that serves a route."""
         if name not in self._backends:  # only routes of upper-bound lengths come late
-            self._backends[name] = self._load(name)
+            backend = self._backends[name] = self._load(name)
+            size = backend.workspace_bytes(self.limits) if self.limits else 0
+            if size > (0 if self._workspace is None else self._workspace.numel()):  # graphs may hold the one that is there
+                self._late[backend] = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
         return self._backends[name]
 
     def _load(self, name: str) -> Backend:
-        backend = host.registry().load_backend(name)(self.spec, self.selection.device, host.options(name))
+        kind, options = host.registry().load_backend(name), self._options[name]
+        for option in options if kind.option_names is not None else ():
+            if option not in (kind.option_names or ()):
+                raise ConfigError(f"the options of {name} hold {option!r}: {suggest(option, kind.option_names or ())}")
+        backend = kind(self.spec, self.selection.device, options)
         backend.limits = self.limits
         return backend
 
@@ -223,7 +242,7 @@ class Attention:
         """The shared workspace, grown if there are no limits and the batch needs more."""
         if self.limits is None and (size := backend.plan_workspace_bytes(batch)) > (0 if self._workspace is None else self._workspace.numel()):
             self._workspace = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
-        return self._workspace
+        return self._late.get(backend, self._workspace)
 
     def store(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layer: LayerArgs) -> None:
         """Check and write. Called by the operator."""

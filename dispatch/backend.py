@@ -12,7 +12,6 @@ from torch import Tensor
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.cache import write_kv
 from attnmux.dispatch.device import Device
-from attnmux.dispatch.errors import suggest
 from attnmux.dispatch.spec import AttentionSpec, Limits
 
 
@@ -43,11 +42,8 @@ class Backend(ABC):
         device: where.
         options: the backend's own config section.
 
-    Raises:
-        ValueError: an option is not among :attr:`option_names`.
-
     Attributes:
-        option_names: what its config section may hold; ``None``: whatever the user likes, and the backend checks.
+        option_names: what its config section may hold, anything else is an error before it is made; ``None``: it checks for itself.
         limits: the largest batch that will be planned, where the front door was given limits; set before the first plan.
     """
 
@@ -55,10 +51,6 @@ class Backend(ABC):
     limits: Limits | None = None
 
     def __init__(self, spec: AttentionSpec, device: Device, options: Mapping[str, Any]) -> None:
-        known = tuple(options) if self.option_names is None else self.option_names
-        for name in options:
-            if name not in known:
-                raise ValueError(f"the options of {type(self).__name__} hold {name!r}: {suggest(str(name), known)}")
         self.spec = spec
         self.device = device
         self.options = options

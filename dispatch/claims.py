@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from attnmux.dispatch.constraints import ANY, OFF, Constraint, OneOf, SameAs
 from attnmux.dispatch.device import DeviceSet
@@ -197,19 +197,32 @@ def _distance(refusals: tuple[Reason, ...]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """A registered name for a ``{row class: backend}`` map; in an order it stands for its parts."""
+    """A registered name for a ``{row class: backend}`` map; in an order it stands for its parts.
+
+    Args:
+        name: lower case, unique among backends and compositions.
+        parts: ``{"prefill": "acme", "decode": "triton"}``, or the same as a tuple of pairs.
+        summary: one line.
+    """
 
     name: str
-    parts: tuple[tuple[RowClass, str], ...]
+    parts: tuple[tuple[RowClass, str], ...] | Mapping[RowClass, str]
     summary: str = ""
 
     def __post_init__(self) -> None:
         check_name("composition", self.name)
-        classes = [row_class for row_class, _ in self.parts]
+        if isinstance(self.parts, Mapping):
+            object.__setattr__(self, "parts", tuple(self.parts.items()))
+        classes = [row_class for row_class, _ in self.pairs]
         if not classes or len(set(classes)) != len(classes) or not set(classes) <= set(ROW_CLASSES):
             wanted = "one backend each for one or more of " + ", ".join(ROW_CLASSES)
             raise ValueError(complaint(f"parts of composition {self.name!r}", repr(self.parts), wanted))
 
+    @property
+    def pairs(self) -> tuple[tuple[RowClass, str], ...]:
+        """Row class and backend of each part."""
+        return cast(tuple[tuple[RowClass, str], ...], self.parts)
+
     def part(self, row_class: RowClass) -> str | None:
         """The backend that runs a row class, or ``None``."""
-        return dict(self.parts).get(row_class)
+        return dict(self.pairs).get(row_class)

@@ -93,7 +93,7 @@ class Plan:
         check_batch(attn.spec, batch, attn.torch_device, attn.limits, attn.synchronise)
         form = form_of(attn.spec, batch, attn.selection_for(batch.lengths))
         fixed = self._still_fixed(form)
-        found = {only: self._groups(batch, form, fixed, only) for only in (None, *self._by_class)}
+        found = {only: self._groups(batch, form, fixed, only) for only in dict.fromkeys((None, *self._by_class, *(key[0] for key in self._made)))}
         for (only, *_), part in self._made.items():
             part.check_replay(*found[only], batch.query_lens)
         bounds = page_bounds(attn.spec, batch) if attn.synchronise else None
@@ -117,8 +117,11 @@ class Plan:
         if len(before) != len(now) or any(
             new and (old[0] != new[0] if old else new[0] not in {each[0] for each in held if each}) for old, new in zip(before, now, strict=True)
         ):
-            was = class_signature([old and old[0] for old in before])
-            raise ValueError(complaint("into", f"a plan of {was}", class_signature(form.classes), "make a new plan"))
+            was, wanted = class_signature([old and old[0] for old in before]), class_signature(form.classes)
+            if was == wanted:
+                row = next(i for i, (old, new) in enumerate(zip(before, now, strict=True)) if new and (old is None or old[0] != new[0]))
+                wanted = f"row {row} to be {form.classes[row]}"
+            raise ValueError(complaint("into", f"a plan of {was}", wanted, "make a new plan"))
         for row, (old, new) in enumerate(zip(before, now, strict=True)):
             if old and new and old != new:
                 raise ValueError(
@@ -137,9 +140,16 @@ class Plan:
         return groups, is_whole(groups, fixed)
 
     def _alone(self, batch: Batch, parts: Sequence[Part], row_class: RowClass, groups: Sequence[Group], whole: bool) -> list[Part]:
-        """What runs one class: parts of the plan that hold nothing else, and parts of its own where a route has rows of other classes too."""
-        held = {(part.group.backend, part.group.rows): part for part in parts}
-        return [held.get((group.backend, group.rows)) or self._part(batch, group, whole, row_class) for group in groups]
+        """What runs one class: parts of the plan that hold nothing else, and parts of its own where a route has rows of other classes too. What
+        was made once is kept: a graph may hold it.
+        """
+        shared = {(part.group.backend, part.group.rows): part for part in parts}
+        found = []
+        for group in groups:
+            own = (row_class, group.backend, group.row_class) in self._made
+            part = None if own else shared.get((group.backend, group.rows))
+            found.append(part or self._part(batch, group, whole, row_class))
+        return found
 
     def _part(self, batch: Batch, group: Group, whole: bool, only: RowClass | None) -> Part:
         attn, key = self.attention, (only, group.backend, group.row_class)

@@ -180,7 +180,7 @@ def _check_names(steering: Steering, catalog: Catalog) -> None:
     only_backends = [("deny", pick.name) for pick in steering.deny] + [("options", backend) for backend, _, _ in steering.options]
     for verb, name in only_backends:
         if name in catalog.compositions:
-            parts = ", ".join(dict.fromkeys(backend for _, backend in catalog.compositions[name].parts))
+            parts = ", ".join(dict.fromkeys(backend for _, backend in catalog.compositions[name].pairs))
             raise ConfigError(f"{verb} ({steering.source}): {name!r} is a composition, wanted a backend; its parts are {parts}")
         if name not in catalog.backends:
             raise ConfigError(f"{verb} ({steering.source}): unknown backend {name!r}: {suggest(name, sorted(catalog.backends))}")

@@ -25,12 +25,13 @@ def attnmux_platforms() -> Iterable[Platform]:
             Order(
                 ("triton", "flash_attn_3", "flashinfer", "flex"),
                 "decode wants split keys, which FlashAttention-4 lacks on Hopper: 250 us in Triton at 128 x 2k, 264 in FlashInfer, 323 in"
-                " FlashAttention-3, 359 in 4; with one long row among short ones 94, 285, 112 and 538 (H200, 2026-11-30)",
+                " FlashAttention-3, 359 in 4. FlashInfer comes behind FlashAttention-3, which is slower in even batches, because of uneven ones:"
+                " 94, 285, 112 and 538 with one long row among short ones (H200, 2026-11-30)",
                 when(row_class="decode"),
             ),
             Order(
-                ("triton", "flash_attn_3", "flash_attn_4", "flashinfer", "flex"),
-                "sinks in a short window: Triton reads least, 77 us against 94 in FlashAttention-4 for 4k tokens, window 128 (H200, 2026-11-30)",
+                ("triton", "flash_attn_4", "flash_attn_3", "flashinfer", "flex"),
+                "sinks in a short window: 77 us in Triton against 94 in FlashAttention-4 and 99 in 3 for 4k tokens, window 128 (H200, 2026-11-30)",
                 when(row_class="prefill", sinks=ON, sliding_window=Range(1, 256)),
             ),
             Order(

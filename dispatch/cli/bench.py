@@ -18,7 +18,7 @@ from attnmux.dispatch.cli import UsageError
 from attnmux.dispatch.cli.output import add_json, print_json, print_table
 from attnmux.dispatch.cli.spec_options import add_spec_arguments, add_steering_arguments, spec_from, steering_from
 from attnmux.dispatch.cli.warmup import real_device
-from attnmux.dispatch.errors import NoBackendError, PluginError, complaint
+from attnmux.dispatch.errors import ConfigError, NoBackendError, PluginError, complaint
 from attnmux.dispatch.rows import classify, visible_keys
 from attnmux.dispatch.spec import RowClass
 from attnmux.testing.cases import Case, make_case
@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         case = make_case(spec, rows, device=selection.device.torch_device, seed=args.seed)
         chosen, picked = _time(case, device, steering)
+    except ConfigError:  # a setting, not the rows
+        raise
     except ValueError as error:  # rows that the spec does not allow
         raise UsageError(f"--seqs: {error}") from error
     names = args.backend or [name for name in host.registry().catalog.backends if name != "reference"]

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     attention.warmup()
     seconds = time.perf_counter() - start
     workspace = attention.workspace_bytes()
-    done = {name: _done(attention.backend(name)) for name in attention.selection.backends}
+    done = {name: _done(attention.backend(name)) for name in attention.backends}
     if args.json:
         values = {"device": attention.selection.device.name, "routes": attention.selection.routes, "backends": done}
         print_json("warmup", {**values, "seconds": round(seconds, 3), "workspace_bytes": workspace})

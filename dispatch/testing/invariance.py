@@ -34,6 +34,7 @@ def _checks_of(subject: Subject, variant: Variant) -> Iterator[Check]:
     if variant.label.endswith("-plain"):
         yield check("page-ids", "low and high page ids give the same bits", _page_ids)
         yield check("refreshed-plan", "a plan made anew in place equals a new plan", _refreshed_plan)
+        yield check("live-plans", "a plan runs as before after another was made and run", _live_plans)
         yield check("far-pages", "offsets beyond 32 bits are right", _far_pages)
 
 
@@ -73,6 +74,15 @@ def _refreshed_plan(subject: Subject, variant: Variant) -> None:
     expect_close(first, run_plan(subject, plan, first), oracle(first))
     attention.plan(second.batch, into=plan)
     expect_close(second, run_plan(subject, plan, second), oracle(second))
+
+
+def _live_plans(subject: Subject, variant: Variant) -> None:
+    first = case_for(subject, variant)
+    second = make_case(variant.spec, first.rows[::-1], device=subject.device.torch_device, seed=subject.seed + 1)
+    attention = attention_for(subject, first)
+    plans = [attention.plan(case.batch) for case in (first, second)]
+    for plan, case in zip((*plans, *plans), (first, second, first, second), strict=True):
+        expect_close(case, run_plan(subject, plan, case), oracle(case))
 
 
 def _far_pages(subject: Subject, variant: Variant) -> None:

@@ -336,7 +336,6 @@ def test_a_skewed_batch_is_cut_evenly_without_graphs(library: SimpleNamespace) -
 @pytest.mark.parametrize(
     ("spec", "options", "error"),
     [
-        (PLAIN, {"kernl": "fa2"}, "the options of FlashInferBackend hold 'kernl': did you mean 'kernel'"),
         (PLAIN, {"kernel": "fa4"}, "kernel in the options of flashinfer is 'fa4': did you mean 'fa3'.*auto, fa2, fa3, trtllm-gen, cudnn"),
         (PLAIN.replace(softcap=9.0), {"kernel": "fa3"}, "'fa3', wanted one that runs this spec on cuda:sm90: auto, fa2"),
         (PLAIN, {"kernel": "cudnn"}, "'cudnn', wanted one that runs this spec on cuda:sm90: auto, fa2, fa3"),

@@ -133,6 +133,13 @@ def test_every_field_is_a_cell_of_the_matrix(field: str) -> None:
     assert row.cells[field] == ("x y" if field == "causal" else constraint.cell()) != ""
 
 
+def test_a_composition_is_given_as_a_map_or_as_pairs() -> None:
+    pairs = Composition("mix", (("prefill", "a"), ("decode", "b")))
+    assert Composition("mix", {"prefill": "a", "decode": "b"}) == pairs
+    assert hash(pairs)
+    assert (pairs.part("decode"), pairs.part("image")) == ("b", None)
+
+
 def test_a_claim_that_the_recorded_runs_left_out_says_so() -> None:
     runs = (attnmux.plugin.TestedOn("cpu", "CPU", "2026-11-30", "torch 2.13"),)
     rows = matrix(registry(backends=[info("one", claim(), claim(head_size=OneOf(512), unproven=True), tested_on=runs)]).catalog)
@@ -284,6 +291,7 @@ BROKEN = {
     "graphs of an unknown class": (lambda: info("x", graphs=("decod",)), ValueError, "graphs of backend 'x' holds 'decod': did you mean 'decode'"),
     "no parts": (lambda: Composition("mix", ()), ValueError, "parts of composition 'mix'"),
     "parts of an unknown class": (lambda: Composition("mix", (("decod", "x"),)), ValueError, "parts of composition 'mix'"),  # type: ignore[arg-type]
+    "a map of an unknown class": (lambda: Composition("mix", {"decod": "x"}), ValueError, "parts of composition 'mix'"),  # type: ignore[dict-item]
     "a class twice": (lambda: Composition("mix", (("decode", "x"), ("decode", "y"))), ValueError, "parts of composition 'mix'"),
     "OneOf of nothing": (OneOf, ValueError, "OneOf needs at least one value"),
     "AnyOf of nothing": (AnyOf, ValueError, "AnyOf needs at least one constraint"),

@@ -510,9 +510,12 @@ def test_options_of_backends_by_precedence(made: Registry, spec: AttentionSpec, 
 
 
 def test_an_option_that_the_backend_does_not_have(spec: AttentionSpec) -> None:
-    with attnmux.config(backends={"sdpa": {"tile": 3}}), pytest.raises(ValueError, match="the options of SdpaBackend hold 'tile': known: none"):
+    with attnmux.config(backends={"sdpa": {"tile": 3}}), pytest.raises(ConfigError, match="the options of sdpa hold 'tile': known: none"):
         attnmux.Attention(spec, "cpu", require="sdpa")
-    with attnmux.config(backends={"reference": {"compute_dtyp": 3}}), pytest.raises(ValueError, match="'compute_dtyp': did you mean 'compute_dtype'"):
+    with (
+        attnmux.config(backends={"reference": {"compute_dtyp": 3}}),
+        pytest.raises(ConfigError, match="'compute_dtyp': did you mean 'compute_dtype'"),
+    ):
         attnmux.Attention(spec, "cpu", require="reference")
 
 

@@ -451,3 +451,87 @@ def test_classes_of_a_split_route_run_and_refresh(install: Install, spec: Attent
     parts = [part.state for part in plan._parts]
     first.run(attn, attn.plan(first.batch, into=plan), only="decode")
     assert plan._by_class["decode"][0].state is parts[1]  # planned once
+
+
+def test_a_class_in_a_graph_keeps_its_part_when_a_row_joins_beside_it(
+    install: Install, spec: AttentionSpec, oracle_of: Callable[[Step], Tensor]
+) -> None:
+    """Without the row, decode and prefill rows stand together and decode runs by a part of its own; with it they are split by class."""
+    spec = spec.replace(mm_prefix="override_window")
+    first, second = Step(spec, [5, 0, 17, 6], [5, 9, 20, 9]), Step(spec, [5, 6, 17, 6], [31, 9, 20, 9])
+    first.batch.mm_spans = [[], [], [], [(4, 5)]]
+    second.batch.mm_spans = [[], [(4, 5)], [], [(4, 5)]]
+    oracle = oracle_of(second)
+    two(install, Order(("other",), "images", when(row_class="image")), Order(("tiny",), "the rest"))
+    attn = attnmux.Attention(spec, "cpu")
+    plan = attn.plan(first.batch)
+    first.run(attn, plan, only="decode")
+    [own] = plan._by_class["decode"]
+    own.captured = True
+    attn.plan(second.batch, into=plan)
+    [part] = plan._by_class["decode"]
+    assert part.captured
+    assert part.state is own.state
+    out = torch.full((36, 4, 16), 7.0)
+    second.run(attn, plan, only="decode", out=out)
+    torch.testing.assert_close(out[:5].double(), oracle[:5], rtol=0, atol=2e-6)
+    assert (out[5:] == 7).all()
+
+
+def test_a_class_whose_first_run_failed_can_be_run_again(install: Install, spec: AttentionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    bands = (Order(("other",), "long", when(row_class="decode"), kv_len=(8, None)), Order(("tiny",), "the rest"))
+    two(install, *bands, Order(("tiny",), "any"))
+    step = Step(spec, [1, 1, 17], [4, 30, 17])
+    attn = attnmux.Attention(spec, "cpu")
+    plan = attn.plan(step.batch)
+    full = step.run(attn, plan)
+
+    def fails(self: OtherBackend, *args: Any) -> Any:
+        raise RuntimeError("boom")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OtherBackend, "plan", fails)
+        patch.setattr(plan, "_parts", [])  # so that every part of the class is made anew
+        with pytest.raises(RuntimeError, match="boom"):
+            step.run(attn, plan, only="decode")
+    attn.plan(step.batch, into=plan)
+    assert torch.equal(step.run(attn, plan)[:19], full[:19])
+    assert torch.equal(step.run(attn, plan, only="decode", out=torch.zeros_like(full))[:2], full[:2])
+
+
+def test_a_refresh_with_the_classes_in_other_places_says_where(install: Install, spec: AttentionSpec) -> None:
+    two(install)
+    attn = attnmux.Attention(spec, "cpu")
+    plan = attn.plan(Step(spec, [1, 17], [4, 17]).batch)
+    with pytest.raises(ValueError, match="into is a plan of 1 prefill, 1 decode, wanted row 0 to be prefill; make a new plan"):
+        attn.plan(Step(spec, [17, 1], [17, 4]).batch, into=plan)
+
+
+def test_a_backend_that_only_bounds_lead_to_is_warmed_up_and_has_its_workspace(install: Install, spec: AttentionSpec) -> None:
+    warmed = []
+
+    class Late(OtherBackend):
+        option_names = ("tiles",)
+
+        def workspace_bytes(self, limits: attnmux.Limits) -> int:
+            return 1000
+
+        def warmup(self, limits: attnmux.Limits) -> None:
+            warmed.append(type(self).__name__)
+
+    bounded = claim(lengths=OneOf("exact", "upper_bound"))
+    install(registry(platforms=[lab("tiny>late")], backends=[info("tiny", claim()), info("late", bounded, implementation=Late)]))
+    limits = attnmux.Limits(max_num_seqs=8, max_num_tokens=64, max_seq_len=64, max_query_len=32)
+    with attnmux.config(backends={"late": {"tiles": 4}}):
+        attn = attnmux.Attention(spec, "cpu", limits=limits)
+    assert attn.backends == ("tiny", "late")
+    exact = attn.plan(Step(spec, [1], [4]).batch)._parts[0].state["workspace"]
+    attn.warmup("exact")
+    assert warmed == []
+    attn.warmup()
+    assert warmed == ["Late"]
+    batch = Step(spec, [1, 2], [4, 9]).batch
+    batch.query_lens_cpu, batch.seq_lens_cpu, batch.lengths = [1, 2], [12, 10], "upper_bound"
+    assert attn.plan(batch)._parts[0].state["workspace"].numel() == 1000
+    assert attn.backend("late").options == {"tiles": 4}
+    assert attn.plan(Step(spec, [1], [4]).batch)._parts[0].state["workspace"] is exact

@@ -65,7 +65,7 @@ WHY = {
     "a": "Triton was the fastest, or within 1 % of it, in every decode that was measured ([speed](performance.md#choosing)).",
     "b": "Measured: with sinks in a window of 128 Triton took 77 us, FlashAttention-4 94.",
     "c": "Rows are routed one by one: text rows of a model with images keep the backend that is fastest for text.",
-    "d": "The FlashAttention-4 of the package index stops at head size 256.",
+    "d": "vLLM takes its own build of FlashAttention-4 there; that of the package index stops at head size 256, as does FlashAttention-3.",
     "e": "FlashAttention-3 reads fp8 keys with fp8 queries only, and rounds the weights to fp8; a 16-bit query is not quantised unasked.",
     "f": "Only Triton's kernel skips the gap between the prefix and the window.",
     "g": "Only Triton's kernels claim that the bits of a row depend on that row alone.",

@@ -121,6 +121,17 @@ class KeepsOldPlan(Honest):
         return batch if previous is None else previous
 
 
+class HoldsOnePlan(Honest):
+    """Keeps the last plan in itself, whichever is run."""
+
+    def plan(self, batch, workspace, previous):
+        self.last = batch
+        return 0
+
+    def run(self, q, k_cache, v_cache, state, out, lse, layer):
+        super().run(q, k_cache, v_cache, self.last, out, lse, layer)
+
+
 class WritesSkippedSlots(Honest):
     def write_kv(self, k, v, k_cache, v_cache, slot_mapping, layer):
         super().write_kv(k, v, k_cache, v_cache, slot_mapping.clamp(min=0), layer)
