@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from attnmux.dispatch.constraints import ANY, OFF, Constraint, OneOf, SameAs
-from attnmux.dispatch.device import DeviceSet
+from attnmux.dispatch.device import DeviceSet, union
 from attnmux.dispatch.errors import complaint, suggest
 from attnmux.dispatch.query import Query
 from attnmux.dispatch.reasons import Reason
@@ -165,6 +165,10 @@ class BackendInfo:
             if row_class not in ROW_CLASSES:
                 raise ValueError(f"graphs of backend {self.name!r} holds {row_class!r}: {suggest(str(row_class), ROW_CLASSES)}")
 
+    def devices(self) -> DeviceSet:
+        """Where it claims anything."""
+        return union(tuple(pattern for claim in self.claims for pattern in claim.device.patterns))
+
     def requirements(self) -> tuple[Requirement, ...]:
         """All requirements, of the backend and of its claims."""
         return tuple(dict.fromkeys((*self.requires, *(r for claim in self.claims for r in claim.requires))))
@@ -176,8 +180,7 @@ class BackendInfo:
         """
         here = [claim for claim in self.claims if query.device in claim.device]
         if not here:
-            wanted = DeviceSet(*dict.fromkeys(p for claim in self.claims for p in claim.device.patterns))
-            return None, (_reason("device", query.device, wanted, query),)
+            return None, (_reason("device", query.device, self.devices(), query),)
         for claim in here:
             if claim.covers(query) and not (toolchain is not None and toolchain.unmet(claim.requires)):
                 return claim, ()

@@ -128,6 +128,19 @@ class DeviceSet:
         return " ".join(self.patterns)
 
 
+@lru_cache(maxsize=256)
+def union(patterns: tuple[str, ...]) -> DeviceSet:
+    """The set of all these patterns, each once; an arch that another pattern holds is not named again."""
+    kept = []
+    for pattern in dict.fromkeys(patterns):
+        parsed = _parse(pattern)
+        alone = parsed["lo"] is not None and not (parsed["open"] or parsed["hi"] or parsed["glob"])
+        device = Device(str(parsed["type"]), str(parsed["lo"]), "", "")
+        if not (alone and any(other != pattern and device in DeviceSet(other) for other in patterns)):
+            kept.append(pattern)
+    return DeviceSet(*kept)
+
+
 def _parse(pattern: str) -> dict[str, str | None]:
     found = _PATTERN.fullmatch(pattern)
     if not found:

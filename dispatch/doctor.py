@@ -101,7 +101,7 @@ def _readiness(info: BackendInfo) -> Finding:
     unmet = min((here.toolchain.unmet(requirements) for requirements in wanted), key=len)
     said, hint = "; ".join(map(str, unmet)), "; ".join(reason.todo for reason in unmet if reason.todo)
     if not claims:
-        devices = " ".join(dict.fromkeys(pattern for claim in info.claims for pattern in claim.device.patterns))
+        devices = info.devices().cell()
         return Finding("ok", f"{info.name}: for other devices ({devices})" + (f"; {said}" if said else ""), hint)
     return Finding("warn", f"{info.name}: {said}", hint) if unmet else Finding("ok", f"{info.name}: ready")
 

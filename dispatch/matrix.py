@@ -27,13 +27,13 @@ def matrix(catalog: Catalog) -> list[MatrixRow]:
 
 def run_state(info: BackendInfo, claim: Claim | None = None) -> str:
     """``run on: H200 2026-12-01 (...)`` for the devices of a claim (of any claim when ``None``), or what is missing."""
-    runs = [run for run in info.tested_on if claim is None or (_named(run.device) in claim.device and not claim.unproven)]
+    runs = [run for run in info.tested_on if claim is None or (_ran_on(run.device) in claim.device and not claim.unproven)]
     if runs:
         return "run on: " + "; ".join(f"{run.hardware} {run.date} ({run.versions})" for run in runs)
     return "declared, code not in yet" if info.implementation is None else "declared, not run"
 
 
-def _named(device: str) -> Device:
+def _ran_on(device: str) -> Device:
     kind, _, arch = device.partition(":")
     return Device(kind, arch, "", "")
 
@@ -81,6 +81,5 @@ def overview(catalog: Catalog) -> str:
     """The table of the README: a row a backend."""
     lines = ["| backend | what it is | devices | state |", "|---|---|---|---|"]
     for info in catalog.backends.values():
-        devices = " ".join(dict.fromkeys(pattern for claim in info.claims for pattern in claim.device.patterns))
-        lines.append(f"| `{info.name}` | {info.summary} | {devices} | {run_state(info)} |")
+        lines.append(f"| `{info.name}` | {info.summary} | {info.devices().cell()} | {run_state(info)} |")
     return "\n".join(lines) + "\n"

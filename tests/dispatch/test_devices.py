@@ -10,7 +10,7 @@ import torch
 from fake_plugins import lab, platform, registry
 
 from attnmux.dispatch.catalog import Catalog
-from attnmux.dispatch.device import Device, DeviceSet, sm_version
+from attnmux.dispatch.device import Device, DeviceSet, sm_version, union
 from attnmux.dispatch.devices import known_names, probe_machine, resolve
 from attnmux.dispatch.errors import AttnmuxError, UnknownDeviceError
 from attnmux.dispatch.platform import Arch, Platform
@@ -164,3 +164,9 @@ def test_torch_names() -> None:
         "xpu:0",
     ]
     assert GPUS[1].to_dict()["name"] == "cuda:sm80"
+
+
+def test_a_union_names_no_arch_twice() -> None:
+    patterns = ("cuda:sm80..sm121", "cuda:sm80", "cuda:sm90", "rocm:gfx9*", "rocm:gfx942", "rocm:gfx1100", "cuda:sm80..sm121", "cpu")
+    assert union(patterns) == DeviceSet("cuda:sm80..sm121", "rocm:gfx9*", "rocm:gfx1100", "cpu")
+    assert union(("cuda:sm90",)) == DeviceSet("cuda:sm90")
