@@ -67,7 +67,7 @@ class FlashAttnBackend(Backend):
         elif self.limits is not None:
             step = step.owned(columns)
         self._extend(step, batch)
-        step.raw_stream, step.stream, step.used = raw, stream, None
+        step.raw_stream, step.stream, step.used = raw, stream, {}
         if stream is not None and not capturing(self._torch_device):
             step.ready = step.ready or torch.cuda.Event()  # type: ignore[no-untyped-call]
             step.ready.record(stream)
@@ -101,7 +101,7 @@ class FlashAttnBackend(Backend):
             if lse is not None and found is not None:
                 store_lse(lse, found, live)
         if foreign and stream is not None and not capturing(self._torch_device):
-            state.used = stream.record_event()
+            state.used[raw] = stream.record_event()
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Launches follow the tensors' device."""

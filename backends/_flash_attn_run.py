@@ -63,8 +63,8 @@ def wait_for_readers(step: Step, raw: int, stream: Any) -> None:
         return
     if step.raw_stream != raw and step.stream is not None:
         stream.wait_stream(step.stream)
-    if step.used is not None:
-        stream.wait_event(step.used)
+    for event in step.used.values():
+        stream.wait_event(event)
 
 
 def wait_for_tensors(step: Step, stream: Any) -> None:

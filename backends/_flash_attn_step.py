@@ -8,7 +8,7 @@ much: causality and windows hang on a row's end, hence nothing else changes, and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Step:
         extra: what one of the kernels needs besides.
         raw_stream, stream: where the tensors were written, as a number and as an object (0 and ``None`` on a CPU).
         ready: when they were.
-        used: the last run on another stream, which must end before they are written anew.
+        used: the last run on each other stream, by its number: they must end before the tensors are written anew.
     """
 
     starts: Tensor
@@ -48,11 +48,11 @@ class Step:
     raw_stream: int = 0
     stream: Any = None
     ready: Any = None
-    used: Any = None
+    used: dict[int, Any] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[Tensor]:
         """All that a launch reads besides the layer's own tensors."""
-        yield from (value for field in fields(self) if isinstance(value := getattr(self, field.name), Tensor))
+        yield from (value for each in fields(self) if isinstance(value := getattr(self, each.name), Tensor))
         yield from (value for value in self.extra or () if isinstance(value, Tensor))
 
     def refill(self, fresh: Step) -> None:

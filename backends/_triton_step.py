@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ class State:
     Args:
         raw_stream, stream: whose workspace it uses, as a number and as an object (0 and ``None`` on a CPU).
         ready: when its tables are on the device.
-        used: the last run on another stream, which must end before the tables are written anew.
+        used: the last run on each other stream, by its number: they must end before the tables are written anew.
     """
 
     rows: launch.Rows
@@ -31,13 +31,13 @@ class State:
     raw_stream: int = 0
     stream: Any = None
     ready: Any = None
-    used: Any = None
+    used: dict[int, Any] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[Tensor]:
         """All that a launch reads or writes besides the layer's own tensors."""
         parts: list[launch.Rows | launch.Work] = [self.rows, *self.work.values()]
         for part in parts:
-            yield from (value for field in fields(part) if isinstance(value := getattr(part, field.name), Tensor))
+            yield from (value for each in fields(part) if isinstance(value := getattr(part, each.name), Tensor))
 
 
 def features_of(spec: AttentionSpec, device: Device) -> launch.Features:

@@ -61,8 +61,8 @@ class TritonBackend(Backend):
         if earlier is not None and stream is not None and not capturing:  # what still reads the tables must end before they change
             if earlier.raw_stream != raw:
                 stream.wait_stream(earlier.stream)
-            if earlier.used is not None:
-                stream.wait_event(earlier.used)
+            for event in earlier.used.values():
+                stream.wait_event(event)
         self._owner = self._owner or stream
         rows, work = self._rows(batch, earlier), dict(earlier.work) if earlier else {}
         for kind, longest in self._longest(batch.query_lens).items():
@@ -97,7 +97,7 @@ class TritonBackend(Backend):
             foreign = replace(work, slot_out=slot_out, slot_lse=slot_lse)
             launch.attend(q, self._nhd(k_cache), self._nhd(v_cache), out, lse, state.rows, foreign, self._features, inputs)
         if not capturing:
-            state.used = stream.record_event()
+            state.used[self._raw_stream()] = stream.record_event()
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layer: LayerArgs) -> None:
         for new, cache, scale in ((k, k_cache, layer.k_scale), (v, v_cache, layer.v_scale)):

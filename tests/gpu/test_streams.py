@@ -47,3 +47,21 @@ def test_a_plan_made_on_a_stream_runs_on_another_without_waiting():
             plan = attention.plan(case.batch, into=plan)
         out = attention.run(case.q, case.k_cache, case.v_cache, plan)
         assert torch.equal(out[:17], want[:17])
+
+
+def test_a_refresh_waits_for_every_stream_that_still_reads():
+    attention = attnmux.Attention(SPEC, "cuda", limits=LIMITS, require="triton")
+    first, second = (make_case(SPEC, (Row(1, 6000 - 1000 * i), Row(16, 4000)), device="cuda", seed=i) for i in range(2))
+    plan = attention.plan(first.batch)
+    want = attention.run(first.q, first.k_cache, first.v_cache, plan).clone()
+    streams, busy = [torch.cuda.Stream() for _ in range(2)], torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    found = []
+    for stream, turns in zip(streams, (20, 0), strict=True):  # the first to be asked is the last to read
+        with torch.cuda.stream(stream):
+            for _ in range(turns):
+                busy = (busy @ busy).clamp(-1, 1)
+            found.append(attention.run(first.q, first.k_cache, first.v_cache, plan))
+    attention.plan(second.batch, into=plan)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out[:17], want[:17]) for out in found)
