@@ -105,10 +105,12 @@ class Room:
 def room_for(units: int, tiles: int, programs: int, kv_heads: int, cut_tiles: int) -> Room:
     """Room for at most so many Q blocks, of at most so many tiles each."""
     at_once = max(1, programs // kv_heads)
-    if not cut_tiles:  # no schedule has more parts than these: one round or two, and what is cut at the end of many
-        slots = 2 * at_once if at_once > 1 else 0
-        few = units * launch.FEW.value <= at_once
-        return Room(units, min(units * max(1, tiles), units + (at_once if few else slots)), at_once, slots, at_once, 0)
+    if not cut_tiles:
+        # No schedule has more parts than these, and a launch has a program for each of these: few units in one round, whose short ones fill
+        # gaps; as many as there is room for in two; or more, of which either the long ones are cut or those of the last round.
+        parts = units + at_once if units * launch.FEW.value <= at_once or units > at_once else 2 * at_once
+        most = units if at_once == 1 else parts
+        return Room(units, min(units * max(1, tiles), most), at_once, 2 * at_once if at_once > 1 else 0, at_once, 0)
     parts = max(1, -(-tiles // cut_tiles))
     return Room(units, units * parts, units, units * parts if parts > 1 else 0, at_once, cut_tiles)
 

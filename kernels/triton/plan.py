@@ -205,16 +205,18 @@ def even_parts(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: t
     if units > room:
         part = tl.maximum((total // room).to(tl.int32) + 1, LEAST)
     else:
-        part = least_part(tiles_ptr, units, total, longest, room, LEAST, L)
+        part = least_part(tiles_ptr, units, total, longest, room, 0, LEAST, L)
         if units * FEW > room:
-            half = least_part(tiles_ptr, units, total, longest, 2 * room, LEAST, L)
+            half = least_part(tiles_ptr, units, total, longest, 2 * room, 1, LEAST, L)
             part = tl.where(2 * (half + COST) < part + COST, half, part)
     return part
 
 
 @triton.jit
-def least_part(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: tl.constexpr):
-    """The least length of parts that fit ``room`` places of that length: one a place, but units of at most half of it fill gaps."""
+def least_part(tiles_ptr, units, total, longest, room, short, LEAST: tl.constexpr, L: tl.constexpr):
+    """The least length of parts that fit ``room`` places of that length: one a place, but units of at most half of it take ``short``: none
+    where they fill gaps, one where no launch is to have more items than places.
+    """
     low = tl.maximum((total // room).to(tl.int32), LEAST)
     high = tl.maximum(longest, low)
     lane = tl.arange(0, L)
@@ -223,7 +225,8 @@ def least_part(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: t
         parts = units * 0
         for at in range(0, units, L):
             tiles = tl.load(tiles_ptr + at + lane, mask=at + lane < units, other=0)
-            parts += tl.sum(tl.where(2 * tiles > middle, (tiles + middle - 1) // middle, 0), axis=0)
+            taken = tl.where(2 * tiles > middle, (tiles + middle - 1) // middle, short)
+            parts += tl.sum(tl.where(at + lane < units, taken, 0), axis=0)
         high = tl.where(parts <= room, middle, high)
         low = tl.where(parts <= room, low, middle + 1)
     return low

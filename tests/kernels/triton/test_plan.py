@@ -149,14 +149,24 @@ def check_reads(step: Step, parts: list[Item]) -> int:
 def longest_part(tiles: list[int], room: int, least: int) -> int:
     """Tiles of the longest part, as ``even_parts`` and ``least_part`` promise it, found by trying every length."""
 
-    def fits(room: int) -> int:
+    def fits(room: int, short: int) -> int:
         low = max(sum(tiles) // room, least)
-        return next((p for p in range(low, max(tiles)) if sum(-(-t // p) for t in tiles if 2 * t > p) <= room), max(low, *tiles))
+        return next((p for p in range(low, max(tiles)) if sum(-(-t // p) if 2 * t > p else short for t in tiles) <= room), max(low, *tiles))
 
     if len(tiles) > room:
         return max(sum(tiles) // room + 1, least)
-    one, two = fits(room), fits(2 * room)
+    one, two = fits(room, 0), fits(2 * room, 1)
     return two if len(tiles) * FEW.value > room and 2 * (two + COST.value) < one + COST.value else one
+
+
+def parts_of(tiles: list[int], room: int, least: int) -> list[int]:
+    """Parts of each unit, given the tiles of all in the order of their items."""
+    longest = longest_part(tiles, room, least)
+    parts = [max(1, -(-t // longest)) for t in tiles]
+    if len(tiles) > room and max(tiles) <= longest:  # the last round is filled
+        tail = len(tiles) % room
+        parts[len(tiles) - tail :] = [max(1, min(room // tail, t // least)) for t in tiles[len(tiles) - tail :]]
+    return parts
 
 
 def check(step: Step, made: tuple[list[Item], list[int]], room: Room | None = None) -> dict[tuple[int, int], list[Item]]:
@@ -175,17 +185,14 @@ def check(step: Step, made: tuple[list[Item], list[int]], room: Room | None = No
     assert [item.slot for parts in cut for item in parts] == list(range(sum(map(len, cut))))
     assert all(parts[0].slot == -1 for parts in units.values() if len(parts) == 1)
     assert sum(map(len, cut)) <= room.slots
+    assert len(items) <= room.items
     assert len(merges) == room.merges
     assert merges == [items.index(parts[0]) for parts in cut] + [-1] * (room.merges - len(cut))
 
     if tiles and not room.cut_tiles:
         longest = longest_part(tiles, room.at_once, step.least)
-        wanted = [max(1, -(-t // longest)) for t in tiles]
-        lengths = [t // n for t, n in zip(tiles, wanted, strict=True)]
-        if len(tiles) > room.at_once and max(tiles) <= longest:  # the last round is filled
-            tail = len(tiles) % room.at_once
-            wanted[len(tiles) - tail :] = [max(1, min(room.at_once // tail, t // step.least)) for t in tiles[len(tiles) - tail :]]
-        assert [len(parts) for parts in units.values()] == wanted
+        lengths = [t // max(1, -(-t // longest)) for t in tiles]
+        assert [len(parts) for parts in units.values()] == parts_of(tiles, room.at_once, step.least)
         assert all(item.end - item.begin <= longest for item in items)
         width = (min(longest, max(tiles)) + 1) / BUCKETS.value
         assert all(later - min(lengths[: i + 1]) < width for i, later in enumerate(lengths))
@@ -288,6 +295,26 @@ def steps(draw: st.DrawFn) -> Step:
     rows = [replace(row, spans=tuple(draw(st.sampled_from([(), ((3, 9), (20, 31)), ((3, 9, 0), (25, 28, 0), (40, 44, 1))])))) for row in rows]
     shape = (draw(st.sampled_from(values)) for values in ((1, 3, 8), (4, 16), (1, 2, 8), (1, 4, 12, 40, 200), (1, 2, 5), (0, 0, 0, 3)))
     return Step(rows, draw(st.sampled_from(list(MASKS.values()))), *shape)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    tiles=st.lists(st.integers(0, 30) | st.sampled_from([0, 1, 7, 8, 200]), min_size=1, max_size=40),
+    room=st.integers(1, 26),
+    least=st.sampled_from([1, 8]),
+)
+def test_no_schedule_needs_more_room_than_there_is(tiles, room, least):
+    parts = parts_of(sorted(tiles, reverse=True), room, least)
+    tables = room_for(len(tiles), max(tiles), room, 1, 0)
+    assert sum(parts) <= tables.items
+    assert sum(n for n in parts if n > 1) <= tables.slots
+    assert sum(n > 1 for n in parts) <= tables.merges
+
+
+@pytest.mark.parametrize(("tiles", "room"), [([100], 8), ([60, *[1] * 7], 8), ([23] * 5, 8), ([10] * 9, 8), ([400, *[1] * 11], 8)])
+def test_little_room_is_left_over(tiles, room):
+    """Every table entry is a program to launch: schedules come near the bound."""
+    assert room_for(len(tiles), max(tiles), room, 1, 0).items - sum(parts_of(tiles, room, 1)) <= 2
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])  # to shrink a failure takes minutes
