@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import date
 from pathlib import Path
 
@@ -42,6 +43,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for where, found in sorted(counts.items()):
         lines.append(f"| {where} | {found['passed']} | {found['failed'] + found['error']} | {found['skipped']} |")
     path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def no_synchronisation() -> Callable[[], AbstractContextManager[None]]:
+    """``with no_synchronisation():`` whatever waits for the device raises, as far as torch knows of it."""
+
+    @contextmanager
+    def strict() -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+    return strict
 
 
 @pytest.fixture(autouse=True)

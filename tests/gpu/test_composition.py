@@ -59,18 +59,14 @@ def test_the_answer_is_that_of_one_backend(mix, rows, limits):
     assert float((composed.double() - single.double())[: case.batch.num_tokens].abs().max()) <= 2 * want.out_allowed
 
 
-def test_nothing_waits_for_the_device(mix):
+def test_nothing_waits_for_the_device(mix, no_synchronisation):
     case = make_case(SPEC, MIXED, device="cuda")
     attention = attnmux.Attention(SPEC, "cuda", require=mix, limits=limits_of(case))
     plan = attention.plan(case.batch)
     run(attention, plan, case)
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         run(attention, attention.plan(case.batch, into=plan), case)
         run(attention, attention.plan(case.batch), case)
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_the_last_key_of_a_span_reaches_its_first_token(mix):

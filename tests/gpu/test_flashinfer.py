@@ -10,7 +10,6 @@ import dataclasses
 import os
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -115,16 +114,6 @@ def answer(attn: attnmux.Attention, case, plan=None) -> Answer:
     out, lse = case.outputs()
     (plan or attn.plan(case.batch)).execute(case.q, case.k_cache, case.v_cache, out, lse, None, case.layer_args)
     return Answer(out, lse)
-
-
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 PAGE, PAGES, SEQS = 16, 4096, 16
@@ -232,7 +221,7 @@ ROWS = (
 
 @pytest.mark.parametrize("limits", [False, True], ids=["no limits", "limits"])
 @pytest.mark.parametrize("name", SYNC)
-def test_host_mirrors_spare_every_synchronisation(name, limits):
+def test_host_mirrors_spare_every_synchronisation(name, limits, no_synchronisation):
     spec = SYNC[name]
     for rows in (ROWS, [row for row in ROWS if row.q_len <= 16]):
         case = make_case(spec, rows, device="cuda")

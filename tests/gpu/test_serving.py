@@ -117,16 +117,6 @@ def compilations() -> Iterator[list[str]]:
         triton.knobs.runtime.jit_cache_hook = before
 
 
-@contextmanager
-def no_synchronisation() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 @pytest.mark.parametrize("name", SPECS)
 def test_nothing_is_compiled_after_warmup(name):
     engine, generator = Engine(SPECS[name]), random.Random(name)
@@ -155,7 +145,7 @@ def test_without_warmup_the_first_step_compiles():
 
 @pytest.mark.parametrize("lengths", ["exact", "upper_bound"])
 @pytest.mark.parametrize("name", ["plain", "spans"])
-def test_host_mirrors_spare_every_synchronisation(name, lengths):
+def test_host_mirrors_spare_every_synchronisation(name, lengths, no_synchronisation):
     engine, generator = Engine(SPECS[name]), random.Random(1)
     for kind in KINDS:
         batch = engine.batch(random_rows(engine.spec, generator, kind), lengths)
