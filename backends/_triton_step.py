@@ -94,23 +94,20 @@ class Room:
 
     def tables(self, seqs: int, device: torch.device) -> dict[str, Any]:
         """The tables that ``plan_step`` writes, uninitialised, in one allocation; items lie on 16 bytes."""
-        width = launch.ITEM.value
-        sizes = {"items": self.items * width, "cuts": 2 * self.units, "first": seqs, "tiles": self.units, "order": self.units, "count": 1}
-        sizes["merges"] = self.merges
+        item, cut = launch.ITEM.value, launch.CUT.value
+        sizes = {"items": self.items * item, "cuts": self.units * cut, "first": seqs, "tiles": self.units, "count": 2, "merges": self.merges}
         room = torch.empty(sum(sizes.values()), dtype=torch.int32, device=device)
         tables = dict(zip(sizes, torch.split(room, list(sizes.values())), strict=True))
-        return tables | {"items": tables["items"].view(-1, width), "cuts": tables["cuts"].view(-1, 2)}
+        return tables | {"items": tables["items"].view(-1, item), "cuts": tables["cuts"].view(-1, cut)}
 
 
 def room_for(units: int, tiles: int, programs: int, kv_heads: int, cut_tiles: int) -> Room:
     """Room for at most so many Q blocks, of at most so many tiles each."""
     at_once = max(1, programs // kv_heads)
     if not cut_tiles:
-        # No schedule has more parts than these, and a launch has a program for each of these: few units in one round, whose short ones fill
-        # gaps; as many as there is room for in two; or more, of which either the long ones are cut or those of the last round.
-        parts = units + at_once if units * launch.FEW.value <= at_once or units > at_once else 2 * at_once
-        most = units if at_once == 1 else parts
-        return Room(units, min(units * max(1, tiles), most), at_once, 2 * at_once if at_once > 1 else 0, at_once, 0)
+        # No way to cut makes more: each of the places but the last ends in one unit at most. A launch has a program for each of these.
+        parts = units + at_once - 1
+        return Room(units, min(units * max(1, tiles), parts), min(units, at_once), 2 * at_once if at_once > 1 else 0, at_once, 0)
     parts = max(1, -(-tiles // cut_tiles))
     return Room(units, units * parts, units, units * parts if parts > 1 else 0, at_once, cut_tiles)
 

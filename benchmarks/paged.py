@@ -42,12 +42,15 @@ class Workload:
     spans: list[tuple[int, int]] = field(default_factory=list)
     images: bool = False
     rswa: tuple[int, int] | None = None  # prefix and window
+    kv_dtype: torch.dtype = torch.bfloat16  # another has a scale for each layer
 
     def spec(self) -> attnmux.AttentionSpec:
         return attnmux.AttentionSpec(
             *self.heads,
             self.head_size,
             torch.bfloat16,
+            kv_dtype=self.kv_dtype,
+            kv_scale=None if self.kv_dtype == torch.bfloat16 else "tensor",
             page_size=self.page_size,
             kv_layout=self.layout,
             sliding_window=self.window,
@@ -68,7 +71,7 @@ class Workload:
         pairs += sum((end - start) * (end - start - 1) // 2 for start, end in self.spans)
         q_heads, kv_heads = self.heads
         tokens = sum(q_len for q_len, _ in self.rows)
-        return 4 * self.head_size * (keys * kv_heads + tokens * q_heads), 4 * q_heads * self.head_size * pairs
+        return 2 * self.head_size * (keys * kv_heads * self.kv_dtype.itemsize + 2 * tokens * q_heads), 4 * q_heads * self.head_size * pairs
 
 
 WIDE = Workload("", [], heads=(16, 8), head_size=256, page_size=64)
@@ -83,6 +86,10 @@ WORKLOADS = [
     replace(WIDE, name="decode 64 x 4096 D 256", rows=[(1, 4096)] * 64),
     *(Workload(f"prefill {n} page {page}", [(n, n)], page_size=page) for n, page in ((500, 16), (4096, 16), (4096, 128), (16384, 16), (16384, 128))),
     Workload("chunk 2048 of 32768", [(2048, 32768)]),
+    *(
+        Workload(f"{name} fp8", rows, kv_dtype=torch.float8_e4m3fn)
+        for name, rows in (("decode 128 x 2048", [(1, 2048)] * 128), ("prefill 4096", [(4096, 4096)]))
+    ),
     Workload("mixed 2048 + 63 decodes", [(2048, 2048), *[(1, 2048)] * 63]),
     replace(NARROW, name="prefill 4096 window 128 sinks D 64", rows=[(4096, 4096)], sinks=True, window=128),
     replace(WIDE, name="prefill 4096 D 256", rows=[(4096, 4096)]),
@@ -101,7 +108,7 @@ def layer(work: Workload, backend: str, seed: int) -> Callable[[], object]:
     pages = [math.ceil(keys / work.page_size) for _, keys in work.rows]
     place = (work.page_size, spec.num_kv_heads) if work.layout == "NHD" else (spec.num_kv_heads, work.page_size)
     like = {"device": "cuda", "dtype": spec.dtype, "generator": generator}
-    k, v = (torch.randn(sum(pages), *place, spec.head_size, **like) for _ in range(2))
+    k, v = (torch.randn(sum(pages), *place, spec.head_size, **like).to(spec.kv_dtype) for _ in range(2))
     query_lens, key_lens = ([row[i] for row in work.rows] for i in range(2))
     q = torch.randn(sum(query_lens), spec.num_q_heads, spec.head_size, **like)
     order = torch.randperm(sum(pages), device="cuda", generator=generator).int()
@@ -120,7 +127,8 @@ def layer(work: Workload, backend: str, seed: int) -> Callable[[], object]:
     attention = attnmux.Attention(spec, "cuda", limits=limits, require=None if backend == "auto" else backend)
     plan, out = attention.plan(batch), torch.empty_like(q)
     sinks = torch.randn(spec.num_q_heads, device="cuda", dtype=spec.dtype) if spec.sinks else None  # as models keep them
-    return lambda: attention.run(q, k, v, plan, out=out, sinks=sinks)
+    scales = {} if spec.kv_scale is None else {"k_scale": torch.ones((), device="cuda"), "v_scale": torch.ones((), device="cuda")}
+    return lambda: attention.run(q, k, v, plan, out=out, sinks=sinks, **scales)
 
 
 def candidates(work: Workload) -> list[str]:

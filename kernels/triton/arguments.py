@@ -64,7 +64,7 @@ class Work:
 
     Args:
         lens: least and most query tokens of the rows that are meant.
-        first, tiles, order, cuts, items, count, merges: see ``plan_step``.
+        first, tiles, cuts, items, count, merges: see ``plan_step``.
         slot_out, slot_lse: float32 ``[slots, Hkv, BLOCK_M, Dv]`` and ``[slots, Hkv, BLOCK_M]``.
         config: tile shape.
         room: items of one KV head that the device holds at once.
@@ -75,7 +75,6 @@ class Work:
     lens: tuple[int, int]
     first: Tensor
     tiles: Tensor
-    order: Tensor
     cuts: Tensor
     items: Tensor
     count: Tensor

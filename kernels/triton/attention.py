@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmux.kernels.triton.intervals import own_spans, tile_mask, token_intervals
 from attnmux.kernels.triton.plan import ITEM
-from attnmux.kernels.triton.tiles import load_tile, tile_of, tile_pages
+from attnmux.kernels.triton.tiles import in_sight, load_tile, tile_of, tile_pages
 from attnmux.kernels.triton.values import LN2, LOG2E, alibi_bias, decode_fp8, merge_sink, soft_cap, softmax_step
 
 UNALIGNED = [
@@ -33,7 +33,9 @@ def _attend(
     top,  # [M] fp32
     total,  # [M] fp32; [M, N] with SWAP
     begin,  # tiles to read, in reading order
-    end, head_tiles, start_tile, prefix_max, lo_min, hi_max,
+    end,
+    full_begin,  # those that every token sees whole
+    full_end, head_tiles, start_tile, prefix_max, lo_min, hi_max,
     pos,  # [M]
     slope,  # [M], base 2
     row, kv_len, prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr, k_ptr, v_ptr, k_descriptor, v_descriptor,
@@ -48,6 +50,7 @@ def _attend(
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over tiles ``[begin, end)``. Without ``MASKED`` every token sees every key of them."""
+    LEFT: tl.constexpr = WINDOW > 0 or CHUNK > 0 or RSWA > 0
     if MASKED:  # what the tokens see; here, so that it takes no registers in the loop without masks
         span_start = tl.zeros_like(pos)
         span_end = tl.zeros_like(pos)
@@ -68,24 +71,23 @@ def _attend(
             pos, kv_len, span_start, span_end, prefix_len, row_causal, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, RSWA
         )
     page = tile_pages(
-        row_table_ptr, tile_of(begin, head_tiles, start_tile), begin < end, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, BLOCK_N
+        row_table_ptr, tile_of(begin, head_tiles, start_tile), begin < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
     )  # fmt: skip
     for i in range(begin, end):
         tile = tile_of(i, head_tiles, start_tile)
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
         seen = key >= 0
-        mask = seen
         if MASKED:
-            mask = tile_mask(key, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, SPANS, GROUPS, RSWA)  # [M, N]
-            seen = ((key >= lo_min) & (key < hi_max)) | (key < prefix_max)
+            seen = in_sight(key, 1, prefix_max, lo_min, hi_max, LEFT, RSWA)
             if GROUPS:  # they leave gaps between the bounds; beyond those only rows that fill up the tile see anything
+                mask = tile_mask(key, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, SPANS, GROUPS, RSWA)  # [M, N]
                 seen = seen & (tl.max(mask.to(tl.int32), axis=0) > 0)
         if PREFETCH:  # a load that waits for another one in the same round would halve the pipeline
             next_page = tile_pages(
-                row_table_ptr, tile_of(i + 1, head_tiles, start_tile), i + 1 < end, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, BLOCK_N
+                row_table_ptr, tile_of(i + 1, head_tiles, start_tile), i + 1 < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
             )  # fmt: skip
         else:
-            page = tile_pages(row_table_ptr, tile, i < end, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, BLOCK_N)
+            page = tile_pages(row_table_ptr, tile, i < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N)
         k = load_tile(
             k_ptr, k_descriptor, page, tile, first_key, kv_head, stride_k_page, stride_k_key, seen,
             PAGE_SIZE, HEAD_SIZE, BLOCK_N, BLOCK_D, MASKED, False, FP8, FP8_NATIVE, DTYPE,
@@ -102,8 +104,12 @@ def _attend(
             score = soft_cap(score, softcap, q.dtype == tl.float32) * LOG2E
         if ALIBI > 0:
             score += alibi_bias(slope, pos, key, ALIBI == 2)
-        if MASKED:
+        if MASKED and GROUPS:
             score = tl.where(mask, score, float("-inf"))
+        elif MASKED:
+            if (i < full_begin) | (i >= full_end):
+                mask = tile_mask(key, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, SPANS, GROUPS, RSWA)  # [M, N]
+                score = tl.where(mask, score, float("-inf"))
         weights, top, correction = softmax_step(score, factor, top)
         if SWAP:  # keys lie across warps: they add up once, at the end
             total = total * correction[:, None] + weights
@@ -179,7 +185,7 @@ def paged_attention(
     FP8_NATIVE: tl.constexpr,  # the target converts that format itself
     Q_FP8: tl.constexpr,  # the queries' format
     DTYPE: tl.constexpr,
-    STAGED: tl.constexpr,  # also a loop without masks, for the tiles that every token sees whole
+    STAGED: tl.constexpr,  # tiles with a mask in loops of their own: for descriptors, which cannot leave keys out, and groups
     PREFETCH: tl.constexpr,  # page ids one tile ahead
     SWAP: tl.constexpr,  # keys and values take the matrix unit's long side, and few queries the short one
     EARLY: tl.constexpr,  # started while the kernel before may still run, as the next one is
@@ -194,20 +200,6 @@ def paged_attention(
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    if item >= tl.load(count_ptr):
-        return
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-
-    score_scale = scale
-    if q_scale_ptr is not None:
-        score_scale = score_scale * tl.load(q_scale_ptr)
-    if k_scale_ptr is not None:
-        score_scale = score_scale * tl.load(k_scale_ptr + kv_head * SCALE_BY_HEAD)
-    if not SOFTCAP:
-        score_scale = score_scale * LOG2E
-    k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
-    v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
-
     item_ptr = items_ptr + item.to(tl.int64) * ITEM
     row = tl.load(item_ptr)
     q_block = tl.load(item_ptr + 1)
@@ -226,6 +218,20 @@ def paged_attention(
     first_token = tl.load(item_ptr + 11)
     q_len = tl.load(item_ptr + 12)
     kv_len = tl.load(item_ptr + 13)
+    # No item has a negative entry: they stand here because ptxas would otherwise have them loaded after the answer.
+    if (item >= tl.load(count_ptr)) | ((row | q_block | begin | end | start_tile | hi_max | first_token | q_len | kv_len) < 0):
+        return
+
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    score_scale = scale
+    if q_scale_ptr is not None:
+        score_scale = score_scale * tl.load(q_scale_ptr)
+    if k_scale_ptr is not None:
+        score_scale = score_scale * tl.load(k_scale_ptr + kv_head * SCALE_BY_HEAD)
+    if not SOFTCAP:
+        score_scale = score_scale * LOG2E
+    k_head_ptr = k_ptr + kv_head.to(tl.int64) * stride_k_head
+    v_head_ptr = v_ptr + kv_head.to(tl.int64) * stride_v_head
 
     # The Q block: row m is query head m % GROUP of token m // GROUP.
     m = tl.arange(0, BLOCK_M)
@@ -259,9 +265,10 @@ def paged_attention(
         stage_begin = begin if stage == 0 else (full_begin if stage == 1 else full_end)
         stage_end = end if not STAGED or stage == 2 else (full_begin if stage == 0 else full_end)
         acc, top, total = _attend(
-            q, acc, top, total, stage_begin, stage_end, head_tiles, start_tile, prefix_max, lo_min, hi_max, pos, slope, row, kv_len,
+            q, acc, top, total, stage_begin, stage_end, full_begin, full_end, head_tiles, start_tile, prefix_max, lo_min, hi_max, pos, slope, row, kv_len,
             prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr, k_head_ptr, v_head_ptr, k_descriptor, v_descriptor, row_table_ptr,
-            first_key, kv_head, stride_k_page, stride_k_key, stride_v_page, stride_v_key, score_scale, softcap, stage != 1, PREFETCH and (stage == 1 or not STAGED), SWAP,
+            first_key, kv_head, stride_k_page, stride_k_key, stride_v_page, stride_v_key, score_scale, softcap, stage != 1,
+            PREFETCH and (stage == 1 or not STAGED), SWAP,
             PAGE_SIZE, HEAD_SIZE, V_HEAD_SIZE, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FOLD,
             FP8, FP8_NATIVE, DTYPE, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip

@@ -10,11 +10,12 @@ from attnmux.kernels.triton.plan import ITEM
 from attnmux.kernels.triton.values import LN2, LOG2E, merge_sink, merge_step
 
 
-@triton.jit(do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "merges_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["lse_ptr", "sinks_ptr", "merges_ptr", "count_ptr"])
 def combine(
     slot_out_ptr,  # fp32 [slots, Hkv, M, V_HEAD_SIZE]
     slot_lse_ptr,  # fp32 [slots, Hkv, M], base 2
     items_ptr,  # as plan_step writes them
+    count_ptr,
     merges_ptr,
     out_ptr,
     lse_ptr,
@@ -25,50 +26,64 @@ def combine(
     GROUP: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr,  # of the Q block a program merges
+    CHUNKS: tl.constexpr,  # of a Q block
+    ROWS: tl.constexpr,  # of a chunk
     BLOCK_P: tl.constexpr,  # parts merged side by side
     BLOCK_DV: tl.constexpr,
     EARLY: tl.constexpr,  # started while the attention kernel may still run
 ):
-    """ROWS rows of one Q block of one KV head. Grid: ``(merges * KV_HEADS, ceil(rows of a Q block / ROWS))``."""
-    first_item = tl.load(merges_ptr + tl.program_id(0) // KV_HEADS)
-    kv_head = tl.program_id(0) % KV_HEADS
+    """Each program takes every so many-th chunk of the Q blocks in several parts. The grid is as large as pays: most steps merge few."""
+    merges = tl.load(count_ptr + 1)
+    chunk = tl.program_id(0)
+    chunks = merges * (KV_HEADS * CHUNKS)
     if EARLY:
         gdc_launch_dependents()
-        if tl.program_id(0) + tl.program_id(1) == 0:
-            gdc_wait()  # what comes after this kernel counts on the one before, also where there is nothing to merge
-    if first_item < 0:
-        return
-    item_ptr = items_ptr + first_item.to(tl.int64) * ITEM
-    first_m = tl.program_id(1) * ROWS
-    first_token = tl.load(item_ptr + 1) * (BLOCK_M // GROUP)
-    q_len = tl.load(item_ptr + 12)
-    if first_token + first_m // GROUP >= q_len:
-        return
-    row_start = tl.load(item_ptr + 11)
-    first_slot = tl.load(item_ptr + 14)
-    parts = tl.load(item_ptr + 15)
+    # Before the wait, so that it does not wait for these: plan_step has ended when the attention kernel runs.
+    kv_head, first_m, q_block, row_start, q_len, first_slot, parts = _chunk(chunk, merges, items_ptr, merges_ptr, KV_HEADS, CHUNKS, ROWS)
     if EARLY:
-        gdc_wait()
+        if (chunk == 0) | (chunk < chunks):  # one does in any case: what comes after this kernel counts on the one before
+            gdc_wait()
     dv = tl.arange(0, BLOCK_DV)
-    for i in range(ROWS):
-        m = first_m + i
-        token = first_token + m // GROUP
-        if (token < q_len) & (m < BLOCK_M // GROUP * GROUP):
-            acc = tl.zeros([BLOCK_DV], tl.float32)
-            top = tl.cast(float("-inf"), tl.float32)
-            total = tl.cast(0.0, tl.float32)
-            for at in range(0, parts, BLOCK_P):
-                part = at + tl.arange(0, BLOCK_P)  # [P]
-                slot_row = ((first_slot + part) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + m
-                lses = tl.load(slot_lse_ptr + slot_row, mask=part < parts, other=float("-inf"))
-                mask = (part < parts)[:, None] & (dv[None, :] < V_HEAD_SIZE)
-                states = tl.load(slot_out_ptr + slot_row[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0)  # [P, DV]
-                acc, top, total = merge_step(acc, top, total, states, lses)
-            head = (kv_head * GROUP + m % GROUP).to(tl.int64)
-            token_row = (row_start + token).to(tl.int64)
-            row_out_ptr = out_ptr + token_row * stride_out_token + head * stride_out_head
-            _finish(acc, top, total, sinks_ptr, head, row_out_ptr, V_HEAD_SIZE, BLOCK_DV, lse_ptr, token_row * (KV_HEADS * GROUP) + head)
+    while chunk < chunks:
+        for i in range(ROWS):
+            m = first_m + i
+            token = q_block * (BLOCK_M // GROUP) + m // GROUP
+            if (token < q_len) & (m < BLOCK_M // GROUP * GROUP):
+                acc = tl.zeros([BLOCK_DV], tl.float32)
+                top = tl.cast(float("-inf"), tl.float32)
+                total = tl.cast(0.0, tl.float32)
+                for at in range(0, parts, BLOCK_P):
+                    part = at + tl.arange(0, BLOCK_P)  # [P]
+                    slot_row = ((first_slot + part) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + m
+                    lses = tl.load(slot_lse_ptr + slot_row, mask=part < parts, other=float("-inf"))
+                    mask = (part < parts)[:, None] & (dv[None, :] < V_HEAD_SIZE)
+                    states = tl.load(slot_out_ptr + slot_row[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0)  # [P, DV]
+                    acc, top, total = merge_step(acc, top, total, states, lses)
+                head = (kv_head * GROUP + m % GROUP).to(tl.int64)
+                token_row = (row_start + token).to(tl.int64)
+                row_out_ptr = out_ptr + token_row * stride_out_token + head * stride_out_head
+                _finish(acc, top, total, sinks_ptr, head, row_out_ptr, V_HEAD_SIZE, BLOCK_DV, lse_ptr, token_row * (KV_HEADS * GROUP) + head)
+        chunk += tl.num_programs(0)
+        kv_head, first_m, q_block, row_start, q_len, first_slot, parts = _chunk(chunk, merges, items_ptr, merges_ptr, KV_HEADS, CHUNKS, ROWS)
+
+
+@triton.jit
+def _chunk(chunk, merges, items_ptr, merges_ptr, KV_HEADS: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr):
+    """``(kv_head, first row, Q block, first token of the row, its query tokens, first slot, parts)`` of the chunk, zeros beyond the last.
+
+    Chunks of the same rows of all Q blocks lie together, since the last rows are often not there.
+    """
+    pairs = tl.maximum(merges * KV_HEADS, 1)
+    real = chunk < merges * (KV_HEADS * CHUNKS)
+    pair = chunk % pairs
+    item = tl.load(merges_ptr + pair // KV_HEADS, mask=real, other=0)
+    item_ptr = items_ptr + item.to(tl.int64) * ITEM
+    q_block = tl.load(item_ptr + 1, mask=real, other=0)
+    row_start = tl.load(item_ptr + 11, mask=real, other=0)
+    q_len = tl.load(item_ptr + 12, mask=real, other=0)
+    first_slot = tl.load(item_ptr + 14, mask=real, other=0)
+    parts = tl.load(item_ptr + 15, mask=real, other=0)
+    return pair % KV_HEADS, chunk // pairs * ROWS, q_block, row_start, q_len, first_slot, parts
 
 
 @triton.jit(do_not_specialize=["states", "rows"])

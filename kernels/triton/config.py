@@ -15,8 +15,7 @@ class LaunchConfig:
         num_warps, num_stages: as Triton takes them.
         programs: how many of them a multiprocessor holds at once, or should: the keys of rows are cut until there are so many.
         part: tiles of a part, about, at the least: an even cut may halve it.
-        staged: whether tiles that need no mask get a loop of their own (worth its code for long prefill only).
-        prefetch: whether page ids are read one tile ahead (pays where arithmetic, not memory, is the limit).
+        prefetch: whether page ids are read one tile ahead, and not in the round that needs them.
         descriptors: whether tensor descriptors copy the tiles where the device has them and a page holds the tile.
         swap: whether keys and values, not queries, lie along the long side of the matrix unit, which takes 64 rows or more on Hopper.
         source: the measurement or reason behind the row of the table.
@@ -28,7 +27,6 @@ class LaunchConfig:
     num_stages: int
     programs: int
     part: int
-    staged: bool
     prefetch: bool
     descriptors: bool
     swap: bool
@@ -48,8 +46,8 @@ class Target:
 
 
 def _tile(m: int, n: int, warps: int, stages: int, programs: int, flags: str, source: str, part: int = 1) -> LaunchConfig:
-    """Flags: S staged, P prefetch, W swap, - no descriptors."""
-    return LaunchConfig(m, n, warps, stages, programs, part, "S" in flags, "P" in flags, "-" not in flags, "W" in flags, source)
+    """Flags: P prefetch, W swap, - no descriptors."""
+    return LaunchConfig(m, n, warps, stages, programs, part, "P" in flags, "-" not in flags, "W" in flags, source)
 
 
 _PART = 8
@@ -63,10 +61,10 @@ _H200 = "sweep on an H200, 2026-11-30: docs/performance.md"
 
 _TABLE: dict[tuple[str, int, int], LaunchConfig] = {
     # kind, bytes of the compute dtype, head size at most
-    ("prefill", 2, 64): _tile(128, 64, 8, 2, 1, "SP", _ROWS, _PART),
-    ("prefill", 2, 128): _tile(64, 64, 8, 2, 1, "SP", _WIDE, _PART),
-    ("prefill", 2, 256): _tile(64, 32, 8, 2, 1, "SP", _WIDE, _PART),
-    ("prefill", 2, 512): _tile(32, 32, 8, 2, 1, "SP", _WIDE, _PART),
+    ("prefill", 2, 64): _tile(128, 64, 8, 2, 1, "P", _ROWS, _PART),
+    ("prefill", 2, 128): _tile(64, 64, 8, 2, 1, "P", _WIDE, _PART),
+    ("prefill", 2, 256): _tile(64, 32, 8, 2, 1, "P", _WIDE, _PART),
+    ("prefill", 2, 512): _tile(32, 32, 8, 2, 1, "P", _WIDE, _PART),
     ("verify", 2, 64): _tile(64, 64, 4, 3, 2, "", _SHARED),
     ("verify", 2, 128): _tile(64, 32, 4, 3, 2, "", _WIDE),
     ("verify", 2, 256): _tile(32, 32, 8, 2, 2, "", _WIDE),
@@ -75,10 +73,10 @@ _TABLE: dict[tuple[str, int, int], LaunchConfig] = {
     ("decode", 2, 128): _tile(16, 64, 4, 3, 3, "", _MEMORY),
     ("decode", 2, 256): _tile(16, 32, 4, 3, 2, "", _WIDE),
     ("decode", 2, 512): _tile(16, 32, 8, 2, 1, "", _WIDE),
-    ("prefill", 4, 64): _tile(32, 32, 8, 1, 2, "SP", _SCALAR, _PART),
-    ("prefill", 4, 128): _tile(32, 16, 4, 1, 2, "SP", _SCALAR, _PART),
-    ("prefill", 4, 256): _tile(32, 16, 8, 1, 1, "SP", _SCALAR, _PART),
-    ("prefill", 4, 512): _tile(16, 16, 8, 1, 1, "SP", _SCALAR, _PART),
+    ("prefill", 4, 64): _tile(32, 32, 8, 1, 2, "P", _SCALAR, _PART),
+    ("prefill", 4, 128): _tile(32, 16, 4, 1, 2, "P", _SCALAR, _PART),
+    ("prefill", 4, 256): _tile(32, 16, 8, 1, 1, "P", _SCALAR, _PART),
+    ("prefill", 4, 512): _tile(16, 16, 8, 1, 1, "P", _SCALAR, _PART),
     ("decode", 4, 64): _tile(16, 32, 4, 1, 4, "", _SCALAR),
     ("decode", 4, 128): _tile(16, 16, 4, 1, 4, "", _SCALAR),
     ("decode", 4, 256): _tile(16, 16, 4, 1, 2, "", _SCALAR),
@@ -86,29 +84,29 @@ _TABLE: dict[tuple[str, int, int], LaunchConfig] = {
 }
 _HOPPER: dict[tuple[str, int, int], LaunchConfig] = {
     # kind, bytes of the cache's dtype, head size at most; the compute dtype has two
-    ("prefill", 2, 64): _tile(128, 64, 8, 2, 2, "SP", _H200, _PART),
-    ("prefill", 2, 128): _tile(128, 64, 8, 3, 1, "SP", _H200, _PART),
-    ("prefill", 2, 256): _tile(128, 64, 8, 2, 1, "SP-", _H200, _PART),
+    ("prefill", 2, 64): _tile(128, 64, 8, 2, 2, "P", _H200, _PART),
+    ("prefill", 2, 128): _tile(128, 128, 8, 2, 1, "P", _H200, _PART),
+    ("prefill", 2, 256): _tile(128, 64, 8, 2, 1, "P-", _H200, _PART),
     ("prefill", 2, 512): _tile(64, 16, 8, 3, 1, "P", _H200, _PART),
-    ("verify", 2, 64): _tile(64, 64, 4, 3, 3, "SP", _H200),
-    ("verify", 2, 128): _tile(64, 64, 4, 3, 2, "SP", _H200),
-    ("few", 2, 64): _tile(32, 128, 4, 3, 2, "SPW", _H200),
-    ("few", 2, 128): _tile(32, 64, 4, 3, 2, "SPW", _H200),
-    ("decode", 2, 64): _tile(16, 128, 4, 3, 2, "SPW", _H200),
-    ("decode", 2, 128): _tile(16, 64, 4, 3, 2, "SPW", _H200),
-    ("decode", 2, 256): _tile(16, 64, 4, 2, 1, "SP", _H200),
+    ("verify", 2, 64): _tile(64, 128, 4, 3, 2, "P", _H200),
+    ("verify", 2, 128): _tile(64, 64, 4, 3, 2, "P", _H200),
+    ("few", 2, 64): _tile(32, 128, 4, 3, 2, "PW", _H200),
+    ("few", 2, 128): _tile(32, 128, 8, 3, 1, "PW", _H200),
+    ("decode", 2, 64): _tile(16, 128, 4, 3, 2, "PW", _H200),
+    ("decode", 2, 128): _tile(16, 64, 4, 3, 2, "PW-", _H200),
+    ("decode", 2, 256): _tile(16, 64, 4, 2, 1, "P", _H200),
     ("decode", 2, 512): _tile(16, 16, 4, 3, 2, "P", _H200),
-    ("prefill", 1, 128): _tile(128, 64, 8, 3, 1, "SP", _H200, _PART),
-    ("few", 1, 128): _tile(32, 32, 2, 3, 4, "SP", _H200),
-    ("decode", 1, 64): _tile(16, 64, 4, 3, 4, "SP", _H200),
-    ("decode", 1, 128): _tile(16, 64, 4, 3, 4, "SP", _H200),
+    ("prefill", 1, 128): _tile(128, 64, 8, 3, 1, "P", _H200, _PART),
+    ("few", 1, 128): _tile(32, 32, 2, 3, 4, "P", _H200),
+    ("decode", 1, 64): _tile(16, 64, 4, 3, 4, "P", _H200),
+    ("decode", 1, 128): _tile(16, 64, 4, 3, 4, "P", _H200),
 }
 _HOPPER_DESCRIBED: dict[tuple[str, int, int], LaunchConfig] = {
     # the same, where a page holds the tile and a descriptor copies it
-    ("prefill", 2, 128): _tile(128, 128, 8, 3, 1, "SP", _H200, _PART),
-    ("decode", 2, 256): _tile(16, 64, 4, 3, 1, "SPW", _H200),
+    ("prefill", 2, 128): _tile(128, 128, 8, 3, 1, "P", _H200, _PART),
+    ("decode", 2, 256): _tile(16, 64, 4, 3, 1, "PW", _H200),
 }
-_FROM_SHARED = _tile(128, 64, 8, 2, 1, "SP", _ROWS, _PART)
+_FROM_SHARED = _tile(128, 64, 8, 2, 1, "P", _ROWS, _PART)
 """Prefill at head size 128 where matrix units read their operands from shared memory."""
 
 
@@ -203,7 +201,7 @@ def shared_memory(target: Target, config: LaunchConfig, head_size: int, v_head_s
         # a stage that is read where it lies is free only when its product is done
         tiles = (k + v) * (config.num_stages if whole else config.num_stages - 1)
     if target.type == "rocm" and config.num_stages == 1:
-        return max(q, tiles) + weights + 1024  # everything passes through on its way to registers
+        return max(q, tiles) + weights + 2048  # everything passes through on its way to registers
     if whole and m >= 64 and not config.swap and element == 2 and target.arch.startswith("sm90"):
         weights = 0  # wgmma takes them from registers
-    return max(q + weights + tiles + 1024, m * dv * 4)
+    return max(q + weights + tiles + 2048, m * dv * 4)

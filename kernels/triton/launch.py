@@ -15,13 +15,15 @@ from attnmux.kernels.triton.attention import paged_attention
 from attnmux.kernels.triton.call import call, capturing, described_by, on
 from attnmux.kernels.triton.combine import combine, merge
 from attnmux.kernels.triton.config import described, power_of_two
-from attnmux.kernels.triton.plan import FEW, ITEM, plan_step
+from attnmux.kernels.triton.plan import CUT, ITEM, plan_step
 from attnmux.kernels.triton.write import write_cache
 
-__all__ = ["FEW", "FP8_FORMATS", "ITEM", "Features", "Layer", "Lengths", "Rows", "Work", "attend", "capturing", "merge_states", "plan", "store"]
+__all__ = ["CUT", "FP8_FORMATS", "ITEM", "Features", "Layer", "Lengths", "Rows", "Work", "attend", "capturing", "merge_states", "plan", "store"]
 
-LANES = 1024
+LANES = 512
 """Rows, units or items that the plan looks at side by side."""
+MERGING = 4
+"""Programs that merge, for each of the attention kernel that the device holds at once."""
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -61,7 +63,6 @@ def plan(rows: Rows, lens: Lengths, work: Work, features: Features, group: int) 
         "row_spans_ptr": rows.row_spans,
         "first_ptr": work.first,
         "tiles_ptr": work.tiles,
-        "order_ptr": work.order,
         "cuts_ptr": work.cuts,
         "items_ptr": work.items,
         "count_ptr": work.count,
@@ -124,7 +125,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, ro
             "FP8_NATIVE": features.fp8_native,
             "Q_FP8": FP8_FORMATS.get(q.dtype, 0),
             "DTYPE": _TRITON_DTYPES[features.dtype],
-            "STAGED": config.staged,
+            "STAGED": by_descriptors or rows.groups,
             "PREFETCH": config.prefetch,
             "SWAP": config.swap,
             "EARLY": features.dependents,
@@ -169,6 +170,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, ro
 def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, features: Features, layer: Layer) -> None:
     kv_heads, size, block_m = k.shape[-2], out.shape[2], work.config.block_m
     group, rows = q.shape[1] // kv_heads, max(1, block_m // 16)
+    chunks = triton.cdiv(block_m // group * group, rows)
 
     def fixed() -> dict[str, Any]:
         return {
@@ -178,6 +180,7 @@ def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, 
             "GROUP": group,
             "V_HEAD_SIZE": size,
             "BLOCK_M": block_m,
+            "CHUNKS": chunks,
             "ROWS": rows,
             "BLOCK_P": max(1, 4096 // power_of_two(size)),
             "BLOCK_DV": power_of_two(size),
@@ -190,12 +193,13 @@ def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, 
         "slot_out_ptr": work.slot_out,
         "slot_lse_ptr": work.slot_lse,
         "items_ptr": work.items,
+        "count_ptr": work.count,
         "merges_ptr": work.merges,
         "out_ptr": out,
         "lse_ptr": lse,
         "sinks_ptr": layer.sinks,
     }
-    grid = (work.merges.shape[0] * kv_heads, triton.cdiv(block_m // group * group, rows))
+    grid = (kv_heads * min(work.merges.shape[0] * chunks, MERGING * work.room),)
     key = ("combine", described_by(out), lse is None, layer.sinks is not None and layer.sinks.dtype)
     call(work.held, key, combine, grid, changing, fixed)
 

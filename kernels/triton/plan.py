@@ -1,8 +1,12 @@
 """Cutting a step's attention into work items, on the device, from the lengths that lie there. Once a step, for all layers.
 
-A *unit* is one Q block. Units long enough are cut into *parts*, so that the device is full and no program is waited for: parts of equal
-length where all fit the device at once, whole units where there are more than that, and what is left over of the last round cut to fill
-it. Source: the idea is that of stream-K (Osama et al. 2023), with the hardware's own scheduler in the place of its fixed programs.
+A *unit* is one Q block. The device runs so many items of a KV head at once: its *places*. Units are cut into *parts* in one of two ways,
+whichever ends sooner by count. *Equal* parts of a unit: the shortest with which all parts find a place at once; with more units than
+places, whole units, but those longer than an even share of everything, and those of a last round that would leave places empty. *Even*
+shares of the step: units lie in a line, each as long as it costs, and are cut where another share is full, so that a part that is short
+has others that fill its place.
+The longest parts come first, and the hardware's own scheduler hands out the others as places get free. Source: even shares are stream-K's
+(Osama et al. 2023), longest first is Graham's rule (1969).
 """
 
 from __future__ import annotations
@@ -16,12 +20,14 @@ ITEM = tl.constexpr(16)
 """int32 of an item: row, Q block, first and last tile, tiles of the prefix, first tile after it, first and last tile that needs no
 mask, keys of the prefix, least and greatest key, first token, query tokens, keys, slot (-1: none), parts of the unit."""
 
+CUT = tl.constexpr(5)
+"""int32 of a unit's cut: its first item, first slot (-1: none) and merge, and the tiles of its first part and of the following ones."""
 COST = tl.constexpr(3)
 """What an item costs besides its tiles, in tiles."""
-FEW = tl.constexpr(5)
-"""Fewer units than this part of the room are always cut well in one round."""
-BUCKETS = tl.constexpr(4)
-"""Lengths told apart when units are put in order."""
+MERGE = tl.constexpr(2)
+"""What it costs that anything is to be merged at all."""
+CLASSES = tl.constexpr(32)
+"""Lengths told apart when items are put in order."""
 
 
 @triton.jit(
@@ -33,7 +39,6 @@ BUCKETS = tl.constexpr(4)
         "causal_ptr",
         "first_ptr",
         "tiles_ptr",
-        "order_ptr",
         "cuts_ptr",
         "count_ptr",
         "merges_ptr",
@@ -48,11 +53,10 @@ def plan_step(
     row_spans_ptr,  # int32 [spans, 3]
     first_ptr,  # int32 [seqs]: first unit of each row
     tiles_ptr,  # int32 [max_units]: tiles that each unit reads
-    order_ptr,  # int32 [max_units]: units in the order of their items
-    cuts_ptr,  # int32 [max_units, 2]: of the units in that order, the first item and the first slot (-1: none)
+    cuts_ptr,  # int32 [max_units, CUT]
     items_ptr,  # int32 [max_items, ITEM]
-    count_ptr,  # int32 [1]: items
-    merges_ptr,  # int32 [max_merges]: first item of each unit in several parts, or -1
+    count_ptr,  # int32 [2]: items and merges
+    merges_ptr,  # int32 [max_merges]: first item of each unit in several parts
     seqs,
     max_units,
     max_items,
@@ -103,80 +107,76 @@ def plan_step(
         longest = tl.maximum(longest, tl.max(tiles, axis=0))
     tl.debug_barrier()
 
-    # The longest part, and the units at the end that are cut to fill the last round.
-    if CUT_TILES > 0:
-        part_tiles = units * 0 + CUT_TILES
-        tail = units * 0
-        tail_parts = units * 0 + 1
-    else:
-        part_tiles = even_parts(tiles_ptr, units, total, longest, room, LEAST, L)
-        tail = tl.where((units > room) & (longest <= part_tiles), units % room, 0)
-        tail_parts = room // tl.maximum(tail, 1)
-
-    # Order: units with the longest parts first, roughly, or the others will wait for them.
-    ordered = units * 0
-    for bucket in range(BUCKETS):
-        for at in range(0, units, L):
-            unit = at + lane
-            tiles = tl.load(tiles_ptr + unit, mask=unit < units, other=0)
-            length = tiles // tl.maximum((tiles + part_tiles - 1) // part_tiles, 1)
-            shortness = BUCKETS - 1 - length * BUCKETS // (tl.minimum(part_tiles, longest) + 1)
-            mine = ((unit < units) & (shortness == bucket)).to(tl.int32)
-            tl.store(order_ptr + ordered + tl.cumsum(mine, axis=0) - mine, unit, mask=mine > 0)
-            ordered += tl.sum(mine, axis=0)
-    tl.debug_barrier()
-
-    # Parts, in that order: the first item and slot of each unit, and the list of those to merge.
+    # The cut of each unit, and how many items there are of each length.
+    even, part, tail, tail_parts = units < 0, units * 0 + CUT_TILES, units * 0, units * 0 + 1
+    share = part
+    if CUT_TILES == 0:
+        even, share, part, tail, tail_parts = way_to_cut(tiles_ptr, units, total, longest, room, LEAST, L)
+    most = tl.minimum(tl.where(even, share + 2 * (LEAST - 1), part), longest)  # tiles of an item
     items = units * 0
     slots = units * 0
     merges = units * 0
+    before = total * 0  # cost of earlier units
+    lengths = tl.zeros([CLASSES], tl.int32)
     for at in range(0, units, L):
-        place = at + lane
-        unit = tl.load(order_ptr + place, mask=place < units, other=0)
-        tiles = tl.load(tiles_ptr + unit, mask=place < units, other=0)
-        parts = tl.maximum((tiles + part_tiles - 1) // part_tiles, 1)
-        parts = tl.where(place >= units - tail, tl.minimum(tail_parts, tl.maximum(tiles // LEAST, 1)), parts)
-        parts = tl.where(place < units, parts, 0)
+        unit = at + lane
+        real = unit < units
+        tiles = tl.load(tiles_ptr + unit, mask=real, other=0)
+        parts = tl.maximum((tiles + part - 1) // part, 1)
+        parts = tl.where(unit >= units - tail, tl.minimum(tail_parts, tl.maximum(tiles // LEAST, 1)), parts)
+        following = tl.maximum((tiles + parts - 1) // parts, 1) if CUT_TILES == 0 else parts * 0 + CUT_TILES
+        cost = tl.where(real, tiles + COST, 0).to(tl.int64)
+        to_line = share - COST - ((before + tl.cumsum(cost, axis=0) - cost) % share).to(tl.int32)
+        to_line = tl.where(to_line < LEAST, to_line + share, to_line)  # shorter parts are not worth a merge, at either end
+        following = tl.where(even, share, following)
+        first = tl.where(even, to_line, following)
+        parts = 1 + (tl.maximum(tiles - first - tl.where(even, LEAST - 1, 0), 0) + following - 1) // following
+        parts = tl.where(real, parts, 0)
         cut = (parts > 1).to(tl.int32)
-        item = items + tl.cumsum(parts, axis=0) - parts
-        slot = slots + tl.cumsum(parts * cut, axis=0) - parts * cut
-        merge = merges + tl.cumsum(cut, axis=0) - cut
-        tl.store(cuts_ptr + place * 2, item, mask=place < units)
-        tl.store(cuts_ptr + place * 2 + 1, tl.where(cut > 0, slot, -1), mask=place < units)
-        tl.store(merges_ptr + merge, item, mask=(cut > 0) & (merge < max_merges))
+        to = cuts_ptr + unit.to(tl.int64) * CUT
+        tl.store(to, items + tl.cumsum(parts, axis=0) - parts, mask=real)
+        tl.store(to + 1, tl.where(cut > 0, slots + tl.cumsum(parts * cut, axis=0) - parts * cut, -1), mask=real)
+        tl.store(to + 2, merges + tl.cumsum(cut, axis=0) - cut, mask=real)
+        tl.store(to + 3, first, mask=real)
+        tl.store(to + 4, following, mask=real)
+        lengths += tl.sum(of_class(tl.where(cut > 0, first, tiles), most) * real[:, None].to(tl.int32), axis=0)
+        lengths += tl.sum(of_class(following, most) * tl.maximum(parts - 2, 0)[:, None], axis=0)
+        lengths += tl.sum(of_class(tiles - first - (parts - 2) * following, most) * cut[:, None], axis=0)
         items += tl.sum(parts, axis=0)
         slots += tl.sum(parts * cut, axis=0)
         merges += tl.sum(cut, axis=0)
-    for at in range(merges, max_merges, L):
-        tl.store(merges_ptr + at + lane, -1, mask=at + lane < max_merges)
-    items = tl.minimum(items, max_items)
+        before += tl.sum(cost, axis=0)
     tl.debug_barrier()
 
-    # Items: one for each part.
+    # Items: one for each part, at its place among all by length.
+    place = tl.cumsum(lengths, axis=0) - lengths  # [CLASSES], of the next item of each length
     for at in range(0, items, L):
         item = at + lane
         real = item < items
-        place = last_at_most(cuts_ptr, item, units, 2)
-        unit = tl.load(order_ptr + place, mask=real, other=0)
+        unit = last_at_most(cuts_ptr, item, units, CUT)
         row, q_block, q_len, kv_len, bounds = unit_facts(
             unit, real, first_ptr, seqs, query_start_ptr, seq_lens_ptr, prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr,
             CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, GROUPS, RSWA, BLOCK_Q, BLOCK_N,
         )  # fmt: skip
         head_tiles, start_tile, tiles, prefix_max, lo_min, hi_max, full_begin, full_end = bounds
-        first_item = tl.load(cuts_ptr + place * 2, mask=real, other=0)
-        first_slot = tl.load(cuts_ptr + place * 2 + 1, mask=real, other=-1)
-        parts = tl.load(cuts_ptr + place * 2 + 2, mask=real & (place + 1 < units), other=items) - first_item
-        parts = tl.maximum(parts, 1)
-        part = item - first_item
-        if CUT_TILES > 0:
-            begin = part * CUT_TILES
-            end = tl.minimum(begin + CUT_TILES, tiles)
-        else:
-            begin = (tiles.to(tl.int64) * part // parts).to(tl.int32)
-            end = (tiles.to(tl.int64) * (part + 1) // parts).to(tl.int32)
+        cut = cuts_ptr + unit.to(tl.int64) * CUT
+        first_item = tl.load(cut, mask=real, other=0)
+        first_slot = tl.load(cut + 1, mask=real, other=-1)
+        merge = tl.load(cut + 2, mask=real, other=0)
+        first = tl.load(cut + 3, mask=real, other=0)
+        following = tl.load(cut + 4, mask=real, other=0)
+        parts = tl.load(cut + CUT, mask=real & (unit + 1 < units), other=items) - first_item
+        part_index = item - first_item
+        begin = tl.where(part_index == 0, 0, first + (part_index - 1) * following)
+        end = tl.where(part_index == parts - 1, tiles, first + part_index * following)
         full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
         full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
-        to = items_ptr + item.to(tl.int64) * ITEM
+        mine = of_class(end - begin, most) * real[:, None].to(tl.int32)  # [L, CLASSES]
+        position = tl.sum(mine * (place[None, :] + tl.cumsum(mine, axis=0) - 1), axis=1)
+        place += tl.sum(mine, axis=0)
+        real = real & (position < max_items)
+        tl.store(merges_ptr + merge, position, mask=real & (part_index == 0) & (parts > 1) & (merge < max_merges))
+        to = items_ptr + position.to(tl.int64) * ITEM
         tl.store(to, row, mask=real)
         tl.store(to + 1, q_block, mask=real)
         tl.store(to + 2, begin, mask=real)
@@ -191,32 +191,45 @@ def plan_step(
         tl.store(to + 11, tl.load(query_start_ptr + row, mask=real, other=0), mask=real)
         tl.store(to + 12, q_len, mask=real)
         tl.store(to + 13, kv_len, mask=real)
-        tl.store(to + 14, tl.where(first_slot < 0, -1, first_slot + part), mask=real)
+        tl.store(to + 14, tl.where(first_slot < 0, -1, first_slot + part_index), mask=real)
         tl.store(to + 15, parts, mask=real)
-    tl.store(count_ptr, items)
+    tl.store(count_ptr, tl.minimum(items, max_items))
+    tl.store(count_ptr + 1, tl.minimum(merges, max_merges))
 
 
 @triton.jit
-def even_parts(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: tl.constexpr):
-    """Tiles of a part: the fewest with which all parts find room at once, or in two rounds where those end sooner.
+def of_class(length, most):
+    """``[L, CLASSES]``, 1 where the length belongs: those of ``most`` tiles to the first class."""
+    shortness = CLASSES - 1 - (length.to(tl.int64) * CLASSES // (most + 1)).to(tl.int32)
+    return (shortness[:, None] == tl.arange(0, CLASSES)[None, :]).to(tl.int32)
 
-    Where units alone are more than find room, only those longer than an even share of all tiles are cut.
+
+@triton.jit
+def way_to_cut(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: tl.constexpr):
+    """``(even, share, part, tail, tail_parts)``: whether to cut even shares, and of how many tiles; the longest of equal parts otherwise, and
+    how many units at the end are cut, into how many parts each, to fill the last round.
     """
-    if units > room:
-        part = tl.maximum((total // room).to(tl.int32) + 1, LEAST)
+    share = tl.maximum((total + units * COST + room - 1) // room, LEAST)
+    last = units % room
+    tail = units * 0
+    tail_parts = room // tl.maximum(last, 1)
+    if units <= room:
+        part = least_part(tiles_ptr, units, total, longest, room, LEAST, L)
+        equal = (part + COST).to(tl.int64)
     else:
-        part = least_part(tiles_ptr, units, total, longest, room, 0, LEAST, L)
-        if units * FEW > room:
-            half = least_part(tiles_ptr, units, total, longest, 2 * room, 1, LEAST, L)
-            part = tl.where(2 * (half + COST) < part + COST, half, part)
-    return part
+        part = tl.maximum((total // room).to(tl.int32) + 1, LEAST)
+        tail = tl.where((longest <= part) & (tail_parts > 1), last, 0)
+        rounds = (units // room).to(tl.int64)
+        equal = rounds * (longest + COST) + tl.where(last > 0, (longest + tail_parts - 1) // tail_parts + COST, 0)
+    merges = (longest > part) | (tail > 0)
+    even = share + COST + tl.where(merges, 0, MERGE)
+    # More units than places that merge dear: they get ever shorter, and fill the places well as they are.
+    return (even < equal) & ((units <= room) | (LEAST == 1)), share.to(tl.int32), part, tail, tail_parts
 
 
 @triton.jit
-def least_part(tiles_ptr, units, total, longest, room, short, LEAST: tl.constexpr, L: tl.constexpr):
-    """The least length of parts that fit ``room`` places of that length: one a place, but units of at most half of it take ``short``: none
-    where they fill gaps, one where no launch is to have more items than places.
-    """
+def least_part(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: tl.constexpr):
+    """The least length of parts that all find a place at once."""
     low = tl.maximum((total // room).to(tl.int32), LEAST)
     high = tl.maximum(longest, low)
     lane = tl.arange(0, L)
@@ -225,8 +238,7 @@ def least_part(tiles_ptr, units, total, longest, room, short, LEAST: tl.constexp
         parts = units * 0
         for at in range(0, units, L):
             tiles = tl.load(tiles_ptr + at + lane, mask=at + lane < units, other=0)
-            taken = tl.where(2 * tiles > middle, (tiles + middle - 1) // middle, short)
-            parts += tl.sum(tl.where(at + lane < units, taken, 0), axis=0)
+            parts += tl.sum(tl.where(at + lane < units, tl.maximum((tiles + middle - 1) // middle, 1), 0), axis=0)
         high = tl.where(parts <= room, middle, high)
         low = tl.where(parts <= room, low, middle + 1)
     return low

@@ -15,14 +15,27 @@ def tile_of(i, head_tiles, start_tile):
 
 
 @triton.jit
+def in_sight(key, count, prefix_max, lo_min, hi_max, LEFT: tl.constexpr, RSWA: tl.constexpr):
+    """Whether some of ``count`` keys from ``key`` on lie between the bounds of what the Q block sees; ``LEFT``: there is one at the left."""
+    seen = key < hi_max
+    if LEFT:
+        seen = seen & (key + count > lo_min)
+    if RSWA > 0:
+        seen = seen | (key < prefix_max)
+    return seen
+
+
+@triton.jit
 def tile_pages(
     row_table_ptr,  # block table of the row
     tile,
     wanted,  # bool: whether the tile is to be read at all
+    prefix_max,
     lo_min,
     hi_max,
-    prefix_max,
     MASKED: tl.constexpr,  # the tile may hold keys that nobody may see
+    LEFT: tl.constexpr,
+    RSWA: tl.constexpr,
     PAGE_SIZE: tl.constexpr,  # 0: packed
     BLOCK_N: tl.constexpr,
 ):
@@ -32,15 +45,14 @@ def tile_pages(
     elif PAGE_SIZE % BLOCK_N == 0:
         page = tl.load(row_table_ptr + tile * BLOCK_N // PAGE_SIZE, mask=wanted, other=0)
     else:
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
         if BLOCK_N % PAGE_SIZE == 0:
-            column = tile * (BLOCK_N // PAGE_SIZE) + tl.arange(0, BLOCK_N) // PAGE_SIZE
+            column = tile * (BLOCK_N // PAGE_SIZE) + tl.arange(0, BLOCK_N) // PAGE_SIZE  # [N]
         else:
-            column = key // PAGE_SIZE
-        if MASKED:
-            page = tl.load(row_table_ptr + column, mask=(((key >= lo_min) & (key < hi_max)) | (key < prefix_max)) & wanted, other=0)
-        else:
-            page = tl.load(row_table_ptr + column, mask=tl.full([BLOCK_N], True, tl.int1) & wanted, other=0)
+            column = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) // PAGE_SIZE
+        mask = tl.full([BLOCK_N], True, tl.int1) & wanted
+        if MASKED:  # by pages, of which a tile has fewer than keys
+            mask = mask & in_sight(column * PAGE_SIZE, PAGE_SIZE, prefix_max, lo_min, hi_max, LEFT, RSWA)
+        page = tl.load(row_table_ptr + column, mask=mask, other=0)
     return page
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, namedtuple
-from collections.abc import Sequence
+import heapq
+import itertools
+import random
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from attnmux.backends._triton_step import Room, room_for
 from attnmux.kernels.triton import launch
 from attnmux.kernels.triton.config import smallest_tile
-from attnmux.kernels.triton.plan import BUCKETS, COST, FEW
+from attnmux.kernels.triton.plan import CLASSES, COST, MERGE
 from attnmux.testing import Row
 
 MASKS = {
@@ -97,8 +100,9 @@ def plan(step: Step, device: torch.device, room: Room | None = None, poison: int
     )
     lens = launch.Lengths(len(rows), starts([row.q_len for row in rows]), ints([row.kv_len for row in rows]))
     launch.plan(placed, lens, work, launch.Features(scale=1.0, dtype=torch.float16, page_size=16, **step.mask), 2)
-    assert int(work.count) <= room.items
-    return [Item(*item) for item in work.items[: int(work.count)].tolist()], work.merges.tolist()
+    items, merges = work.count.tolist()
+    assert items <= room.items and merges <= room.merges
+    return [Item(*item) for item in work.items[:items].tolist()], work.merges[:merges].tolist()
 
 
 def sees(mask: dict, row: Row, q: int, k: int) -> tuple[bool, bool]:
@@ -146,38 +150,63 @@ def check_reads(step: Step, parts: list[Item]) -> int:
     return len(order)
 
 
-def longest_part(tiles: list[int], room: int, least: int) -> int:
-    """Tiles of the longest part, as ``even_parts`` and ``least_part`` promise it, found by trying every length."""
+def equal_parts(tiles: list[int], room: int, least: int) -> tuple[int, list[list[int]]]:
+    """Tiles of the parts of each unit, cut into equal ones, and how long they take as the plan counts."""
+    share, longest = sum(tiles) // room, max(tiles)
+    if len(tiles) <= room:
+        low = max(share, least)
+        part = next((p for p in range(low, longest) if sum(max(1, -(-t // p)) for t in tiles) <= room), max(low, longest))
+        counts, ends = [-(-t // part) for t in tiles], part + COST.value
+    else:
+        part, rounds, last = max(share + 1, least), len(tiles) // room, len(tiles) % room
+        counts, tail = [-(-t // part) for t in tiles], room // max(last, 1)
+        if longest <= part and last:
+            counts[-last:] = [min(tail, t // least) for t in tiles[-last:]]
+        ends = rounds * (longest + COST.value) + (-(-longest // tail) + COST.value if last else 0)
+    lengths = []
+    for t, count in zip(tiles, counts, strict=True):
+        step = max(1, -(-t // max(1, count)))
+        lengths.append([min(step, t - at) for at in range(0, t, step)] or [0])
+    return ends, lengths
 
-    def fits(room: int, short: int) -> int:
-        low = max(sum(tiles) // room, least)
-        return next((p for p in range(low, max(tiles)) if sum(-(-t // p) if 2 * t > p else short for t in tiles) <= room), max(low, *tiles))
 
-    if len(tiles) > room:
-        return max(sum(tiles) // room + 1, least)
-    one, two = fits(room, 0), fits(2 * room, 1)
-    return two if len(tiles) * FEW.value > room and 2 * (two + COST.value) < one + COST.value else one
+def even_shares(tiles: list[int], room: int, least: int) -> tuple[int, list[list[int]]]:
+    """The same, cut wherever another even share of all cost is full, but not into parts of fewer than ``least``."""
+    cost = COST.value
+    share = max(-(-(sum(tiles) + cost * len(tiles)) // room), least)
+    lengths, before = [], 0
+    for t in tiles:
+        lines = [line - before - cost for line in range(-(-(before + 1) // share) * share, before + cost + t, share)]
+        cuts = [0, *(at for at in lines if least <= at <= t - least), t]
+        lengths.append([end - begin for begin, end in itertools.pairwise(cuts)])
+        before += cost + t
+    return share + cost, lengths
 
 
-def parts_of(tiles: list[int], room: int, least: int) -> list[int]:
-    """Parts of each unit, given the tiles of all in the order of their items."""
-    longest = longest_part(tiles, room, least)
-    parts = [max(1, -(-t // longest)) for t in tiles]
-    if len(tiles) > room and max(tiles) <= longest:  # the last round is filled
-        tail = len(tiles) % room
-        parts[len(tiles) - tail :] = [max(1, min(room // tail, t // least)) for t in tiles[len(tiles) - tail :]]
-    return parts
+def schedule(tiles: list[int], room: int, least: int) -> list[list[int]]:
+    """Tiles of the parts of each unit, given the tiles of all."""
+    equal, even = equal_parts(tiles, room, least), even_shares(tiles, room, least)
+    merging = 0 if any(len(parts) > 1 for parts in equal[1]) else MERGE.value
+    return even[1] if even[0] + merging < equal[0] and (least == 1 or len(tiles) <= room) else equal[1]
+
+
+def makespan(lengths: Iterable[int], room: int) -> int:
+    """When the last item ends, if each goes to the place that is free first."""
+    places = [0] * room
+    for length in lengths:
+        heapq.heapreplace(places, places[0] + length + COST.value)
+    return max(places)
 
 
 def check(step: Step, made: tuple[list[Item], list[int]], room: Room | None = None) -> dict[tuple[int, int], list[Item]]:
-    """All that holds of any plan. Its units in order: their parts by row and Q block."""
+    """All that holds of any plan. Its units as rows have them, a row's last Q block first: their parts by row and Q block."""
     (items, merges), room = made, room or step.room()
-    units = defaultdict(list)
+    meant = {i: row for i, row in enumerate(step.rows) if step.lens[0] <= row.q_len <= step.lens[1]}
+    units = {(i, block): [] for i, row in meant.items() for block in reversed(range(-(-row.q_len // step.block_q)))}
     for item in items:
         units[item.row, item.q_block].append(item)
-    meant = {i: row for i, row in enumerate(step.rows) if step.lens[0] <= row.q_len <= step.lens[1]}
-    assert set(units) == {(i, block) for i, row in meant.items() for block in range(-(-row.q_len // step.block_q))}
-    assert [item for parts in units.values() for item in parts] == items  # parts lie together
+    for parts in units.values():
+        parts.sort(key=lambda item: (item.begin, item.slot))
     tiles = [check_reads(step, parts) for parts in units.values()]
 
     cut = [parts for parts in units.values() if len(parts) > 1]
@@ -186,16 +215,14 @@ def check(step: Step, made: tuple[list[Item], list[int]], room: Room | None = No
     assert all(parts[0].slot == -1 for parts in units.values() if len(parts) == 1)
     assert sum(map(len, cut)) <= room.slots
     assert len(items) <= room.items
-    assert len(merges) == room.merges
-    assert merges == [items.index(parts[0]) for parts in cut] + [-1] * (room.merges - len(cut))
+    assert merges == [items.index(parts[0]) for parts in cut]
 
     if tiles and not room.cut_tiles:
-        longest = longest_part(tiles, room.at_once, step.least)
-        lengths = [t // max(1, -(-t // longest)) for t in tiles]
-        assert [len(parts) for parts in units.values()] == parts_of(tiles, room.at_once, step.least)
-        assert all(item.end - item.begin <= longest for item in items)
-        width = (min(longest, max(tiles)) + 1) / BUCKETS.value
-        assert all(later - min(lengths[: i + 1]) < width for i, later in enumerate(lengths))
+        assert [[part.end - part.begin for part in parts] for parts in units.values()] == schedule(tiles, room.at_once, step.least)
+    lengths = [item.end - item.begin for item in items]
+    share = -(-sum(t + COST.value for t in tiles) // room.at_once)
+    width = (min(max(tiles, default=0), max([share + 2 * step.least, *lengths])) + 1) / CLASSES.value
+    assert all(later - min(lengths[: i + 1]) < width for i, later in enumerate(lengths))  # the longest first, roughly
     return units
 
 
@@ -216,24 +243,34 @@ def test_rows_of_other_lengths_are_left_out(lens, device):
 
 
 @pytest.mark.parametrize(
-    ("units", "parts"), [(1, [8]), (3, [5, 5, 5]), (4, [2] * 4), (8, [1] * 8), (9, [1] * 8 + [8]), (20, [1] * 16 + [2] * 4), (16, [1] * 16)]
+    ("units", "parts"),
+    [
+        (1, [[100 // 8 + 1] * 7 + [9]]),
+        (2, [[25] * 4] * 2),
+        (5, [[62, 38], [24, 65, 11], [51, 49], [13, 65, 22], [40, 60]]),
+        (8, [[100]] * 8),
+        (9, [[100]] * 8 + [[13] * 7 + [9]]),
+        (16, [[100]] * 16),
+    ],
 )
 def test_equal_rows_fill_the_room(units, parts, device):
+    """In equal parts where those find a place each, and otherwise in shares of the step."""
     step = Step([Row(1, 400)] * units, {})
-    assert [len(found) for found in check(step, plan(step, device)).values()] == parts
+    found = check(step, plan(step, device)).values()
+    assert [[item.end - item.begin for item in each] for each in found] == parts
 
 
 def test_a_row_of_just_an_even_share_is_not_cut(device):
-    step = Step([*[Row(1, 32)] * 8, Row(1, 40)], {})  # 74 tiles for 8 places: 10 each at most
-    assert [len(found) for found in check(step, plan(step, device)).values()] == [1] * 8 + [8]
+    step = Step([*[Row(1, 320)] * 8, Row(1, 364)], {}, least=8)  # 731 tiles for 8 places: 92 each at most
+    assert [len(found) for found in check(step, plan(step, device)).values()] == [1] * 8 + [8]  # only to fill the last round
 
 
-@pytest.mark.parametrize(("units", "keys", "parts"), [(2, 2000, 8), (5, 2000, 8), (8, 2000, 8), (9, 2000, 8), (40, 1440, 6), (40, 1500, 7)])
+@pytest.mark.parametrize(("units", "keys", "parts"), [(2, 2000, 8), (5, 2000, 8), (8, 2000, 8), (9, 2000, 8), (40, 1440, 5)])
 def test_one_long_row_is_cut_among_short_ones(units, keys, parts, device):
     step = Step([*[Row(1, 9)] * (units - 1), Row(1, keys)], {})
-    made = check(step, plan(step, device))
-    assert next(iter(made)) == (units - 1, 0)  # the longest first
-    assert [len(found) for found in made.values()] == [parts] + [1] * (units - 1)
+    items, _ = made = plan(step, device)
+    assert items[0].row == units - 1  # the longest first
+    assert [len(found) for found in check(step, made).values()] == [1] * (units - 1) + [parts]
 
 
 @pytest.mark.parametrize(("units", "keys", "parts"), [(1, 100, [4]), (1, 32, [1]), (9, 72, [1] * 8 + [2]), (9, 28, [1] * 9)])
@@ -243,10 +280,11 @@ def test_parts_too_short_to_be_worth_a_merge_are_not_cut(units, keys, parts, dev
 
 
 def test_longer_rows_come_first(device):
-    rows = [Row(1, keys) for keys in (10, 380, 150, 40, 390, 200, 300, 20, 100)]
+    rows = [Row(1, 40 * keys) for keys in (10, 380, 150, 40, 390, 200, 300, 20, 100)]
     step = Step(rows, {}, programs=1)
-    lengths = [step.rows[row].kv_len for row, _ in check(step, plan(step, device))]
-    assert lengths == [380, 390, 300, 200, 150, 100, 10, 40, 20]  # in four buckets of a hundred keys each, in the order of rows within
+    items, _ = made = plan(step, device)
+    check(step, made)
+    assert [step.rows[item.row].kv_len // 40 for item in items] == [380, 390, 300, 200, 150, 100, 40, 20, 10]  # those of a class as they lie
 
 
 def test_fixed_cuts_depend_on_the_row_alone(device):
@@ -267,7 +305,7 @@ def test_tables_longer_than_what_is_looked_at_at_once(name, device, monkeypatch)
     rows = (*(ROWS + GROUPED) * 3, *[Row(1, keys) for keys in range(300, 100, -10)])
     step = Step(rows, MASKS[name], programs=150)
     wanted = plan(step, device)
-    assert len(wanted[0]) > 100 and sum(merge >= 0 for merge in wanted[1]) > 20
+    assert len(wanted[0]) > 100 and len(wanted[1]) > 20
     for lanes, poison in ((16, -1), (16, 1), (1024, 0)):
         monkeypatch.setattr(launch, "LANES", lanes)
         assert plan(step, device, poison=poison) == wanted
@@ -275,12 +313,12 @@ def test_tables_longer_than_what_is_looked_at_at_once(name, device, monkeypatch)
 
 @pytest.mark.parametrize("cut_tiles", [0, 2])
 def test_room_for_more_than_the_step_has(cut_tiles, device):
-    """Tables as the limits of an engine make them: what is not used is -1 in merges, and nothing else is read."""
+    """Tables as the limits of an engine make them: what is not used is not read."""
     step = Step([Row(0, 9), Row(1, 90), Row(0, 0), Row(4, 30)], {}, cut_tiles=cut_tiles)
     room = room_for(50, 400, 24, 2, cut_tiles)
     check(step, plan(step, device, room), room)
     nothing = step._replace(rows=[Row(0, 9), Row(0, 0)])
-    assert plan(nothing, device, room) == ([], [-1] * room.merges)
+    assert plan(nothing, device, room) == ([], [])
 
 
 LENGTHS = st.builds(
@@ -297,24 +335,30 @@ def steps(draw: st.DrawFn) -> Step:
     return Step(rows, draw(st.sampled_from(list(MASKS.values()))), *shape)
 
 
+TILES = st.lists(st.integers(0, 30) | st.sampled_from([0, 1, 7, 8, 200]), min_size=1, max_size=40)
+
+
 @settings(max_examples=400, deadline=None, derandomize=True)
-@given(
-    tiles=st.lists(st.integers(0, 30) | st.sampled_from([0, 1, 7, 8, 200]), min_size=1, max_size=40),
-    room=st.integers(1, 26),
-    least=st.sampled_from([1, 8]),
-)
+@given(tiles=TILES, room=st.integers(1, 26), least=st.sampled_from([1, 8]))
 def test_no_schedule_needs_more_room_than_there_is(tiles, room, least):
-    parts = parts_of(sorted(tiles, reverse=True), room, least)
+    parts = [len(found) for found in schedule(tiles, room, least)]
     tables = room_for(len(tiles), max(tiles), room, 1, 0)
     assert sum(parts) <= tables.items
     assert sum(n for n in parts if n > 1) <= tables.slots
     assert sum(n > 1 for n in parts) <= tables.merges
 
 
-@pytest.mark.parametrize(("tiles", "room"), [([100], 8), ([60, *[1] * 7], 8), ([23] * 5, 8), ([10] * 9, 8), ([400, *[1] * 11], 8)])
-def test_little_room_is_left_over(tiles, room):
-    """Every table entry is a program to launch: schedules come near the bound."""
-    assert room_for(len(tiles), max(tiles), room, 1, 0).items - sum(parts_of(tiles, room, 1)) <= 2
+@pytest.mark.parametrize("room", [16, 26, 33])
+def test_places_end_together(room):
+    """Against what no schedule beats, an even share of the tiles and the cost of an item: 5 % more on average, 17 % at most."""
+    generator, ratios = random.Random(0), []
+    for _ in range(300):
+        units = generator.randint(1, 3 * room)
+        row = generator.choice([lambda: 300, lambda: generator.randint(50, 600), lambda: generator.choice([100, generator.randint(500, 4000)])])
+        tiles = [row() for _ in range(units)]
+        items = sorted((length for parts in schedule(tiles, room, 1) for length in parts), reverse=True)
+        ratios.append(makespan(items, room) / (sum(tiles) / room + COST.value))
+    assert sum(ratios) / len(ratios) < 1.05 and max(ratios) < 1.17
 
 
 @settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.generate])  # to shrink a failure takes minutes

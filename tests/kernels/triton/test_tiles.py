@@ -21,7 +21,7 @@ BOUNDS = {"window": (23, 70, 0), "prefix": (60, 96, 21), "one key": (55, 56, 0),
 @triton.jit
 def _pages(table_ptr, out_ptr, tiles, wanted, lo_min, hi_max, prefix_max, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     for tile in range(tiles):
-        page = tile_pages(table_ptr, tile, tile < wanted, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, N)
+        page = tile_pages(table_ptr, tile, tile < wanted, prefix_max, lo_min, hi_max, MASKED, True, 1, PAGE_SIZE, N)
         tl.store(out_ptr + tile * N + tl.arange(0, N), tl.zeros([N], tl.int32) + page)
 
 
@@ -34,7 +34,7 @@ def _tiles(
         for tile in range(tiles):
             key = tile * N + tl.arange(0, N)
             seen = ((key >= lo_min) & (key < hi_max)) | (key < prefix_max)
-            page = tile_pages(table_ptr, tile, tl.max(seen.to(tl.int32), axis=0) > 0, lo_min, hi_max, prefix_max, MASKED, PAGE_SIZE, N)
+            page = tile_pages(table_ptr, tile, tl.max(seen.to(tl.int32), axis=0) > 0, prefix_max, lo_min, hi_max, MASKED, True, 1, PAGE_SIZE, N)
             values = load_tile(
                 pool_ptr + head * stride_head, descriptor, page, tile, first_key, head, stride_page, stride_key, seen,
                 PAGE_SIZE, SIZE, N, BLOCK, MASKED, ZERO, FP8, False, tl.float32,
@@ -88,15 +88,16 @@ def padded(want: torch.Tensor, block: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_entries_of_unseen_keys_are_not_read(page_size, name, device):
-    """One entry stands for the whole tile where a page holds it: there the kernel asks only for tiles that it wants."""
+    """Entries of pages of which no key is seen. One stands for the whole tile where a page holds it: the kernel asks only for tiles it wants."""
     bounds, tiles, wanted = BOUNDS[name], KEYS // N, 5
     table = torch.randint(1, 99, (-(-KEYS // page_size),), dtype=torch.int32)
     keys = torch.arange(KEYS)
-    seen = visible(bounds, KEYS) | torch.tensor(page_size % N == 0)
+    page = keys // page_size
+    seen = torch.isin(page, page[visible(bounds, KEYS)]) | torch.tensor(page_size % N == 0)
     for masked in (True, False):
         out = torch.full((KEYS,), -1, dtype=torch.int32, device=device)
         _pages[(1,)](table.to(device), out, tiles, wanted, *bounds, masked, page_size, N)
-        want = torch.where((seen | torch.tensor(not masked)) & (keys < wanted * N), table[keys // page_size], 0)
+        want = torch.where((seen | torch.tensor(not masked)) & (keys < wanted * N), table[page], 0)
         assert torch.equal(out.cpu(), want), masked
 
 
