@@ -93,13 +93,14 @@ def _far_pages(subject: Subject, variant: Variant) -> None:
     row = Row(1 if row_class == "decode" else 17, max(spec.page_size, 17), spans=((0, 17),) if row_class == "image" else ())
     near = make_case(spec, (row,), device=device.torch_device, seed=subject.seed, place="low")
     pages = len(near.places[0])
+    k_page, v_page = near.k_cache[0].numel(), near.v_cache[0].numel()
     try:
-        storage = torch.empty(pages * FAR + 2 * near.k_cache[0].numel(), dtype=spec.kv_dtype, device=near.q.device)
+        storage = torch.empty(pages * FAR + k_page + v_page, dtype=spec.kv_dtype, device=near.q.device)
     except RuntimeError as error:
         raise Skip(f"not enough memory: {error}") from None
-    shape, strides = near.k_cache[:pages].shape, near.k_cache[0].contiguous().stride()
-    pools = [storage.as_strided(shape, (FAR, *strides), i * near.k_cache[0].numel()) for i in range(2)]
-    for pool, cache in zip(pools, (near.k_cache, near.v_cache), strict=True):
+    pools = []
+    for cache, start in ((near.k_cache, 0), (near.v_cache, k_page)):
+        pools.append(pool := storage.as_strided(cache[:pages].shape, (FAR, *cache[0].contiguous().stride()), start))
         pool.view(torch.uint8).copy_(cache[:pages].view(torch.uint8)) if spec.kv_dtype.itemsize == 1 else pool.copy_(cache[:pages])
     far = dataclasses.replace(near, k_cache=pools[0], v_cache=pools[1])
     expect_close(far, run_case(subject, far), oracle(near))

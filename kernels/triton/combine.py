@@ -52,7 +52,7 @@ def combine(
                 acc = tl.zeros([BLOCK_DV], tl.float32)
                 top = tl.cast(float("-inf"), tl.float32)
                 total = tl.cast(0.0, tl.float32)
-                for at in range(0, parts, BLOCK_P):
+                for at in tl.range(0, parts, BLOCK_P, loop_unroll_factor=2):  # two loads on their way
                     part = at + tl.arange(0, BLOCK_P)  # [P]
                     slot_row = ((first_slot + part) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + m
                     lses = tl.load(slot_lse_ptr + slot_row, mask=part < parts, other=float("-inf"))

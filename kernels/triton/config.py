@@ -96,10 +96,11 @@ _HOPPER: dict[tuple[str, int, int], LaunchConfig] = {
     ("decode", 2, 128): _tile(16, 64, 4, 3, 2, "PW-", _H200),
     ("decode", 2, 256): _tile(16, 64, 4, 2, 1, "P", _H200),
     ("decode", 2, 512): _tile(16, 16, 4, 3, 2, "P", _H200),
-    ("prefill", 1, 128): _tile(128, 64, 8, 3, 1, "P", _H200, _PART),
+    ("prefill", 1, 64): _tile(128, 64, 4, 2, 2, "P", _H200, _PART),
+    ("prefill", 1, 128): _tile(128, 128, 8, 2, 1, "P", _H200, _PART),
     ("few", 1, 128): _tile(32, 32, 2, 3, 4, "P", _H200),
-    ("decode", 1, 64): _tile(16, 64, 4, 3, 4, "P", _H200),
-    ("decode", 1, 128): _tile(16, 64, 4, 3, 4, "P", _H200),
+    ("decode", 1, 64): _tile(16, 128, 4, 3, 4, "P", _H200),
+    ("decode", 1, 128): _tile(16, 128, 4, 3, 3, "P", _H200),
 }
 _HOPPER_DESCRIBED: dict[tuple[str, int, int], LaunchConfig] = {
     # the same, where a page holds the tile and a descriptor copies it

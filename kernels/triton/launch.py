@@ -22,8 +22,6 @@ __all__ = ["CUT", "FP8_FORMATS", "ITEM", "Features", "Layer", "Lengths", "Rows",
 
 LANES = 512
 """Rows, units or items that the plan looks at side by side."""
-MERGING = 4
-"""Programs that merge, for each of the attention kernel that the device holds at once."""
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
@@ -169,7 +167,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, ro
 
 def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, features: Features, layer: Layer) -> None:
     kv_heads, size, block_m = k.shape[-2], out.shape[2], work.config.block_m
-    group, rows = q.shape[1] // kv_heads, max(1, block_m // 16)
+    group, rows = q.shape[1] // kv_heads, max(1, block_m // 32)
     chunks = triton.cdiv(block_m // group * group, rows)
 
     def fixed() -> dict[str, Any]:
@@ -182,10 +180,10 @@ def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, 
             "BLOCK_M": block_m,
             "CHUNKS": chunks,
             "ROWS": rows,
-            "BLOCK_P": max(1, 4096 // power_of_two(size)),
+            "BLOCK_P": max(1, 1024 // power_of_two(size)),
             "BLOCK_DV": power_of_two(size),
             "EARLY": features.dependents,
-            "num_warps": 4,
+            "num_warps": 1,
             **_early(features),
         }
 
@@ -199,7 +197,8 @@ def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, 
         "lse_ptr": lse,
         "sinks_ptr": layer.sinks,
     }
-    grid = (kv_heads * min(work.merges.shape[0] * chunks, MERGING * work.room),)
+    # A warp for each of the attention kernel that the device holds at once: so many find room beside it, and wait for its end at their place.
+    grid = (kv_heads * min(work.merges.shape[0] * chunks, work.config.num_warps * work.room),)
     key = ("combine", described_by(out), lse is None, layer.sinks is not None and layer.sinks.dtype)
     call(work.held, key, combine, grid, changing, fixed)
 

@@ -69,8 +69,8 @@ def test_a_measured_tile_is_taken_where_it_was_measured():
     assert launch_config(hopper, True, 1, 4, 128, 128, 2, 2, 16).swap
     assert not launch_config(TARGETS["ampere"], True, 1, 4, 128, 128, 2, 2, 16).swap
     assert not launch_config(hopper, True, 1, 4, 128, 128, 2, 1, 16).swap  # an fp8 cache passes through registers
-    assert launch_config(hopper, False, 300, 4, 128, 128, 2, 2, 16).block_n == 64
-    assert launch_config(hopper, False, 300, 4, 128, 128, 2, 2, 128).block_n == 128  # a page holds the tile, a descriptor copies it
+    assert launch_config(hopper, False, 300, 4, 128, 128, 2, 2, 16).num_stages == 2
+    assert launch_config(hopper, False, 300, 4, 128, 128, 2, 2, 128).num_stages == 3  # a page holds the tile, a descriptor copies it
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
