@@ -102,9 +102,9 @@ CLAIMS = (  # the special ones first: of two claims that refuse as much, the fir
     replace(FA2, attn_type=ATTN_TYPES, causal=OneOf(False), sliding_window=OFF),
     # The smallest tile at head size 512 needs more than 99 KiB of shared memory. There the kernel calls no hook of a variant behind the
     # scores, so sinks and scales would be dropped.
-    replace(FA2_16BIT, device=DeviceSet("cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm103"), head_size=OneOf(512), unproven=True),
+    replace(FA2_16BIT, device=DeviceSet("cuda:sm80", "cuda:sm90", "cuda:sm100", "cuda:sm103"), head_size=OneOf(512)),
     # fa2 again: fa3 reads keys and values by one offset, and pools of unlike widths have two
-    replace(FA2_16BIT, device=DeviceSet("cuda:sm90"), head_size=OneOf(192), v_head_size=OneOf(128), unproven=True),
+    replace(FA2_16BIT, device=DeviceSet("cuda:sm90"), head_size=OneOf(192), v_head_size=OneOf(128)),
     # trtllm-gen: prebuilt, fetched over the network (flashinfer download-kernels); reads tables and lengths on the device
     Claim(
         device=DeviceSet("cuda:sm100", "cuda:sm103"),

@@ -26,9 +26,8 @@ ROW_CLASS_ANY = OneOf("image", "prefill", "decode")
 class Claim:
     """A combination that the backend runs exactly as the semantics say. What is not mentioned is not claimed.
 
-    Each attribute but the last two constrains the field of that name; the defaults refuse every optional feature.
-    ``requires`` holds what this combination needs beyond the backend's own requirements; ``unproven`` says that the backend's
-    recorded runs left it out.
+    Each attribute but the last constrains the field of that name; the defaults refuse every optional feature.
+    ``requires`` holds what this combination needs beyond the backend's own requirements.
     """
 
     device: DeviceSet
@@ -60,7 +59,6 @@ class Claim:
     return_lse: Constraint = OFF
     batch_invariant: Constraint = OFF
     requires: tuple[Requirement, ...] = ()
-    unproven: bool = False
 
     def __post_init__(self) -> None:
         for field in CLAIM_FIELDS:  # a bare value here would otherwise fail in the middle of somebody's select()
@@ -93,7 +91,7 @@ class Claim:
                 yield field, constraint
 
 
-CLAIM_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Claim) if f.name not in ("requires", "unproven"))
+CLAIM_FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Claim) if f.name != "requires")
 
 
 def check_name(what: str, name: object) -> None:

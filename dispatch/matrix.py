@@ -27,7 +27,7 @@ def matrix(catalog: Catalog) -> list[MatrixRow]:
 
 def run_state(info: BackendInfo, claim: Claim | None = None) -> str:
     """``run on: H200 2026-12-01 (...)`` for the devices of a claim (of any claim when ``None``), or what is missing."""
-    runs = [run for run in info.tested_on if claim is None or (_ran_on(run.device) in claim.device and not claim.unproven)]
+    runs = [run for run in info.tested_on if claim is None or _ran_on(run.device) in claim.device]
     if runs:
         return "run on: " + "; ".join(f"{run.hardware} {run.date} ({run.versions})" for run in runs)
     return "declared, code not in yet" if info.implementation is None else "declared, not run"

@@ -8,7 +8,6 @@ import pytest
 import torch
 from fake_plugins import ask, claim, info, platform, registry
 
-import attnmux.plugin
 from attnmux.dispatch.claims import CLAIM_FIELDS, BackendInfo, Claim, Composition
 from attnmux.dispatch.constraints import ANY, OFF, ON, YES_OR_NO, AnyOf, Constraint, Not, OneOf, Range, SameAs
 from attnmux.dispatch.device import Device, DeviceSet
@@ -138,12 +137,6 @@ def test_a_composition_is_given_as_a_map_or_as_pairs() -> None:
     assert Composition("mix", {"prefill": "a", "decode": "b"}) == pairs
     assert hash(pairs)
     assert (pairs.part("decode"), pairs.part("image")) == ("b", None)
-
-
-def test_a_claim_that_the_recorded_runs_left_out_says_so() -> None:
-    runs = (attnmux.plugin.TestedOn("cpu", "CPU", "2026-11-30", "torch 2.13"),)
-    rows = matrix(registry(backends=[info("one", claim(), claim(head_size=OneOf(512), unproven=True), tested_on=runs)]).catalog)
-    assert [row.state for row in rows] == ["run on: CPU 2026-11-30 (torch 2.13)", "declared, not run"]
 
 
 def test_the_markdown_matrix_names_features_and_state() -> None:
