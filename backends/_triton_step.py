@@ -106,8 +106,8 @@ def room_for(units: int, tiles: int, programs: int, kv_heads: int, cut_tiles: in
     at_once = max(1, programs // kv_heads)
     if not cut_tiles:
         # No way to cut makes more: each of the places but the last ends in one unit at most. A launch has a program for each of these.
-        parts = units + at_once - 1
-        return Room(units, min(units * max(1, tiles), parts), min(units, at_once), 2 * at_once if at_once > 1 else 0, at_once, 0)
+        parts = min(units * max(1, tiles), units + at_once - 1)
+        return Room(units, parts, min(units, at_once), min(parts, 2 * at_once) if parts > units else 0, at_once, 0)
     parts = max(1, -(-tiles // cut_tiles))
     return Room(units, units * parts, units, units * parts if parts > 1 else 0, at_once, cut_tiles)
 

@@ -260,8 +260,8 @@ def paged_attention(
     acc = tl.zeros([BLOCK_DV, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N] if SWAP else [BLOCK_M], tl.float32)
-    LEFT: tl.constexpr = WINDOW > 0 or CHUNK > 0  # otherwise nothing at the left end needs a mask
-    for stage in tl.static_range(0 if LEFT or not STAGED else 1, 3 if STAGED else 1):  # tiles with a mask, tiles without, tiles with a mask
+    WHOLE_FIRST: tl.constexpr = STAGED and not (WINDOW > 0 or CHUNK > 0)  # without a bound at the left nothing there needs a mask
+    for stage in tl.static_range(1 if WHOLE_FIRST else 0, 3 if STAGED else 1):  # tiles with a mask, tiles without, tiles with a mask
         stage_begin = begin if stage == 0 else (full_begin if stage == 1 else full_end)
         stage_end = end if not STAGED or stage == 2 else (full_begin if stage == 0 else full_end)
         acc, top, total = _attend(

@@ -14,7 +14,7 @@ class LaunchConfig:
         block_n: keys of a tile.
         num_warps, num_stages: as Triton takes them.
         programs: how many of them a multiprocessor holds at once, or should: the keys of rows are cut until there are so many.
-        part: tiles of a part, about, at the least: an even cut may halve it.
+        part: tiles of a part, about, at the least: cutting a unit into equal ones may halve it.
         prefetch: whether page ids are read one tile ahead, and not in the round that needs them.
         descriptors: whether tensor descriptors copy the tiles where the device has them and a page holds the tile.
         swap: whether keys and values, not queries, lie along the long side of the matrix unit, which takes 64 rows or more on Hopper.

@@ -20,7 +20,7 @@ from attnmux.kernels.triton.write import write_cache
 
 __all__ = ["CUT", "FP8_FORMATS", "ITEM", "Features", "Layer", "Lengths", "Rows", "Work", "attend", "capturing", "merge_states", "plan", "store"]
 
-LANES = 512
+LANES = 256
 """Rows, units or items that the plan looks at side by side."""
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -197,7 +197,7 @@ def _combine(q: Tensor, k: Tensor, out: Tensor, lse: Tensor | None, work: Work, 
         "lse_ptr": lse,
         "sinks_ptr": layer.sinks,
     }
-    # A warp for each of the attention kernel that the device holds at once: so many find room beside it, and wait for its end at their place.
+    # A warp for each of the attention kernel that the device holds at once: in decode so many find room beside it, and wait there for its end.
     grid = (kv_heads * min(work.merges.shape[0] * chunks, work.config.num_warps * work.room),)
     key = ("combine", described_by(out), lse is None, layer.sinks is not None and layer.sinks.dtype)
     call(work.held, key, combine, grid, changing, fixed)

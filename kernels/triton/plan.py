@@ -1,7 +1,7 @@
 """Cutting a step's attention into work items, on the device, from the lengths that lie there. Once a step, for all layers.
 
 A *unit* is one Q block. The device runs so many items of a KV head at once: its *places*. Units are cut into *parts* in one of two ways,
-whichever ends sooner by count. *Equal* parts of a unit: the shortest with which all parts find a place at once; with more units than
+whichever ends sooner as this module counts. *Equal* parts of a unit: the shortest with which all parts find a place at once; with more units than
 places, whole units, but those longer than an even share of everything, and those of a last round that would leave places empty. *Even*
 shares of the step: units lie in a line, each as long as it costs, and are cut where another share is full, so that a part that is short
 has others that fill its place.
@@ -206,10 +206,10 @@ def of_class(length, most):
 
 @triton.jit
 def way_to_cut(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: tl.constexpr):
-    """``(even, share, part, tail, tail_parts)``: whether to cut even shares, and of how many tiles; the longest of equal parts otherwise, and
-    how many units at the end are cut, into how many parts each, to fill the last round.
+    """``(even, share, part, tail, tail_parts)``: whether to cut even shares, and of what cost; the longest of equal parts otherwise, and how
+    many units at the end are cut, into how many parts each, to fill the last round.
     """
-    share = tl.maximum((total + units * COST + room - 1) // room, LEAST)
+    share = tl.maximum((total + units * COST + room - 1) // room, LEAST + COST)
     last = units % room
     tail = units * 0
     tail_parts = room // tl.maximum(last, 1)
@@ -221,10 +221,9 @@ def way_to_cut(tiles_ptr, units, total, longest, room, LEAST: tl.constexpr, L: t
         tail = tl.where((longest <= part) & (tail_parts > 1), last, 0)
         rounds = (units // room).to(tl.int64)
         equal = rounds * (longest + COST) + tl.where(last > 0, (longest + tail_parts - 1) // tail_parts + COST, 0)
-    merges = (longest > part) | (tail > 0)
-    even = share + COST + tl.where(merges, 0, MERGE)
+    equal -= tl.where((longest > part) | (tail > 0), 0, MERGE)
     # More units than places that merge dear: they get ever shorter, and fill the places well as they are.
-    return (even < equal) & ((units <= room) | (LEAST == 1)), share.to(tl.int32), part, tail, tail_parts
+    return (share + COST < equal) & ((units <= room) | (LEAST == 1)), share.to(tl.int32), part, tail, tail_parts
 
 
 @triton.jit

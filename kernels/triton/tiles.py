@@ -39,7 +39,7 @@ def tile_pages(
     PAGE_SIZE: tl.constexpr,  # 0: packed
     BLOCK_N: tl.constexpr,
 ):
-    """Pages of the tile's keys: ``[N]``, or one where a page holds the tile. Entries of keys that nobody sees are not read."""
+    """Pages of the tile's keys: ``[N]``, or one where a page holds the tile. Entries of pages of which nobody sees a key are not read."""
     if PAGE_SIZE == 0:
         page = tile * 0
     elif PAGE_SIZE % BLOCK_N == 0:

@@ -40,7 +40,9 @@ QUERY_LENS = {"prefill": 100, "verify": 16, "decode": 1}
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel for one target: what the configuration promised and what the compiler reports, in bytes and registers."""
+    """One attention kernel for one target: what the configuration promised and what the compiler reports, in bytes and registers; ``beside``: what
+    the kernels that plan and merge for it spill.
+    """
 
     target: str
     variant: str
@@ -51,6 +53,7 @@ class Compiled:
     limit: int
     registers: int
     spilled: int
+    beside: int
     seconds: float
 
 
@@ -155,11 +158,12 @@ def compile_attention(gpus: dict[str, Device], recorded: dict[str, Recorder], re
         start = time.perf_counter()
         kernel = compiled(target, recorded["paged_attention"])
         seconds = time.perf_counter() - start
-        compiled(target, recorded["combine"])
-        compiled(target, recorded["plan_step"])
+        beside = sum(resources(target, compiled(target, recorded[name]))[1] for name in ("combine", "plan_step"))
         tile = f"{config.block_m}x{config.block_n}, {config.num_warps}, {config.num_stages}"
         predicted = shared_memory(where, config, *sizes, spec.page_size or 0)
-        found = Compiled(target, variant, kind, tile, kernel.metadata.shared, predicted, where.shared_memory, *resources(target, kernel), seconds)
+        found = Compiled(
+            target, variant, kind, tile, kernel.metadata.shared, predicted, where.shared_memory, *resources(target, kernel), beside, seconds
+        )
         record_property("compiled", json.dumps(asdict(found)))
         return found
 
