@@ -218,7 +218,7 @@ def paged_attention(
     first_token = tl.load(item_ptr + 11)
     q_len = tl.load(item_ptr + 12)
     kv_len = tl.load(item_ptr + 13)
-    # No item has a negative entry: they stand here because ptxas would otherwise have them loaded after the answer.
+    # No item has a negative entry. They are asked all the same, since ptxas would otherwise load them only after count_ptr has answered.
     if (item >= tl.load(count_ptr)) | ((row | q_block | begin | end | start_tile | hi_max | first_token | q_len | kv_len) < 0):
         return
 

@@ -241,7 +241,7 @@ def test_host_mirrors_spare_every_synchronisation(name, limits, no_synchronisati
 def test_a_span_reaches_forward(spec, group):
     """A prefill of 300 tokens: the span's first token notices its last key, and does not without the span."""
     if group and spec is S256:
-        pytest.skip("one more module")
+        pytest.skip("the module for spans that share sight at head size 256 is not among those built")
     spec = spec.replace(**SPANS)
     spans = ((100, 230, *group), *([(10, 20, *group)] if group else []))
     for marked in (spans, ()):
