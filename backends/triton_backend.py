@@ -42,6 +42,7 @@ class TritonBackend(Backend):
         self._features = features_of(spec, device)
         self._configs: dict[tuple[str, int], LaunchConfig] = {}
         self._scales: dict[float, Tensor] = {}
+        self._writes: launch.Held = {}
         self._owner: Any = None  # the stream that the workspace belongs to
 
     def workspace_bytes(self, limits: Limits) -> int:
@@ -64,13 +65,14 @@ class TritonBackend(Backend):
             for event in earlier.used.values():
                 stream.wait_event(event)
         self._owner = self._owner or stream
-        rows, work = self._rows(batch, earlier), dict(earlier.work) if earlier else {}
+        given, work = self._rows(batch), dict(earlier.work) if earlier else {}
         for kind, longest in self._longest(batch.query_lens).items():
             if kind not in work:
                 work[kind] = self._work(kind, longest, batch, workspace if stream == self._owner else None)
         lens = launch.Lengths(batch.num_seqs, batch.query_start_loc.contiguous(), batch.seq_lens.contiguous())
         for each in work.values():
-            launch.plan(rows, lens, each, self._features, self.spec.group)
+            launch.plan(given, lens, each, self._features, self.spec.group, self._launch_on(raw))
+        rows = self._kept(given, earlier)
         if stream is None or capturing:  # what a graph records is no event for anyone else
             return State(rows, work, raw, stream, earlier.ready if earlier else None)
         ready = earlier.ready if earlier and earlier.ready else torch.get_device_module(self._torch_device).Event()
@@ -78,13 +80,10 @@ class TritonBackend(Backend):
         return State(rows, work, raw, stream, ready)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: State, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
-        q_scale = 1.0 if layer.q_scale is None and self.spec.q_dtype != self.spec.dtype else layer.q_scale
-        scales = self._scale(q_scale), self._scale(layer.k_scale), self._scale(layer.v_scale)
-        slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.contiguous()
-        inputs = launch.Layer(self._sinks(layer.sinks), slopes, *scales)
-        if self._raw_stream() == state.raw_stream:
+        k, v, inputs, raw = self._nhd(k_cache), self._nhd(v_cache), self._inputs(layer), self._raw_stream()
+        if raw == state.raw_stream:
             for work in state.work.values():
-                launch.attend(q, self._nhd(k_cache), self._nhd(v_cache), out, lse, state.rows, work, self._features, inputs)
+                launch.attend(q, k, v, out, lse, state.rows, work, self._features, inputs, self._launch_on(raw))
             return
         stream, capturing = self._stream(), launch.capturing(self._torch_device)
         if not capturing:
@@ -95,13 +94,14 @@ class TritonBackend(Backend):
         for work in state.work.values():  # the workspace belongs to the plan's stream
             slot_out, slot_lse = self._slots(work.slot_lse.shape[0], work.config, None)
             foreign = replace(work, slot_out=slot_out, slot_lse=slot_lse)
-            launch.attend(q, self._nhd(k_cache), self._nhd(v_cache), out, lse, state.rows, foreign, self._features, inputs)
+            launch.attend(q, k, v, out, lse, state.rows, foreign, self._features, inputs, self._launch_on(raw))
         if not capturing:
-            state.used[self._raw_stream()] = stream.record_event()
+            state.used[raw] = stream.record_event()
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layer: LayerArgs) -> None:
-        for new, cache, scale in ((k, k_cache, layer.k_scale), (v, v_cache, layer.v_scale)):
-            launch.store(new, self._nhd(cache), slot_mapping.contiguous(), self._scale(scale), self.spec.page_size or 0, self.spec.kv_scale == "head")
+        caches, scales = (self._nhd(k_cache), self._nhd(v_cache)), (self._scale(layer.k_scale), self._scale(layer.v_scale))
+        stream = self._launch_on(self._raw_stream())
+        launch.store((k, v), caches, slot_mapping.contiguous(), scales, self._features, self._writes, stream)
 
     def _nhd(self, cache: Tensor) -> Tensor:
         return cache.transpose(1, 2) if self.spec.page_size is not None and self.spec.kv_layout == "HND" else cache
@@ -195,28 +195,13 @@ class TritonBackend(Backend):
         lses = slots * shape[1] * shape[2]
         return flat[lses:].view(*shape, self.spec.v_head_size), flat[:lses].view(shape)
 
-    def _rows(self, batch: Batch, earlier: State | None) -> launch.Rows:
+    def _rows(self, batch: Batch) -> launch.Rows:
+        """The batch's own tensors."""
         table = batch.block_table if batch.block_table is not None else batch.kv_start_loc
         assert table is not None  # checked with the batch
         if table.stride(-1) != 1:  # kernels read neighbours; a row may begin anywhere
             table = table.contiguous()
-        limits, old = self.limits, earlier.rows if earlier else None
-
-        def own(new: Tensor, held: Tensor | None, *shape: int) -> Tensor:
-            """With limits a graph may hold the buffer: ours, as large as the limits, and filled anew by every plan."""
-            buffer = torch.empty(shape, dtype=new.dtype, device=new.device) if held is None else held
-            if new.shape == buffer.shape:
-                return buffer.copy_(new, non_blocking=True)
-            part = tuple(slice(min(n, m)) for n, m in zip(new.shape, shape, strict=True))  # a table may be wider than it need be
-            buffer[part].copy_(new[part], non_blocking=True)
-            return buffer
-
         prefix, causal = (None if each is None else each.contiguous() for each in (batch.prefix_lens, batch.causal))
-        if limits is not None:
-            seqs, columns = limits.max_num_seqs, -(-limits.max_seq_len // (self.spec.page_size or 1))
-            table = own(table, old.table if old else None, *((seqs, columns) if table.dim() == 2 else (seqs + 1,)))
-            prefix = None if prefix is None else own(prefix, old.prefix_lens if old else None, seqs)
-            causal = None if causal is None else own(causal, old.causal if old else None, seqs)
         starts, row_spans, groups = span_tables(self.spec, batch) if batch.mm_spans is not None else ([], [], False)
         return launch.Rows(
             table=table,
@@ -226,6 +211,34 @@ class TritonBackend(Backend):
             row_spans=self._to_device(row_spans) if row_spans else None,
             groups=groups,
         )
+
+    def _kept(self, given: launch.Rows, earlier: State | None) -> launch.Rows:
+        """What layers read of the batch, in buffers of ours; with limits as large as those, since a graph may hold them, and filled anew by every plan.
+
+        Copied behind the plan kernel: attention reads that one's tables while the launch before it may still run, so that must be another.
+        """
+        limits, old, seqs = self.limits, earlier.rows if earlier else None, given.table.shape[0]
+        columns: tuple[int, ...] = given.table.shape[1:]
+        if limits is not None:
+            seqs = limits.max_num_seqs + (not columns)
+            columns = tuple(-(-limits.max_seq_len // (self.spec.page_size or 1)) for _ in columns)
+
+        def own(new: Tensor, held: Tensor | None, *shape: int) -> Tensor:
+            buffer = torch.empty(shape, dtype=new.dtype, device=new.device) if held is None else held
+            if new.shape == buffer.shape:
+                return buffer.copy_(new, non_blocking=True)
+            part = tuple(slice(min(n, m)) for n, m in zip(new.shape, shape, strict=True))  # a table may be wider than it need be
+            buffer[part].copy_(new[part], non_blocking=True)
+            return buffer
+
+        table = own(given.table, old.table if old else None, seqs, *columns)
+        if not given.table.numel():  # nothing was copied
+            torch.zeros(1, device=table.device)
+        prefix, causal = given.prefix_lens, given.causal
+        if limits is not None:
+            prefix = None if prefix is None else own(prefix, old.prefix_lens if old else None, limits.max_num_seqs)
+            causal = None if causal is None else own(causal, old.causal if old else None, limits.max_num_seqs)
+        return replace(given, table=table, prefix_lens=prefix, causal=causal)
 
     def _raw_stream(self) -> int:
         """The current stream as a number, which is had sooner than the object."""
@@ -238,8 +251,19 @@ class TritonBackend(Backend):
             return None
         return torch.get_device_module(self._torch_device).current_stream(self._torch_device)
 
+    def _launch_on(self, raw: int) -> int | None:
+        """The stream as Triton takes it: elsewhere it is not the number that streams are told apart by."""
+        return raw if self._torch_device.type == "cuda" else None
+
     def _to_device(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32).to(self._torch_device, non_blocking=True)
+
+    def _inputs(self, layer: LayerArgs) -> launch.Layer:
+        sinks, slopes, q_scale, k_scale, v_scale = layer
+        if q_scale is None and self.spec.q_dtype != self.spec.dtype:
+            q_scale = 1.0
+        slopes = None if slopes is None else slopes.contiguous()
+        return launch.Layer(self._sinks(sinks), slopes, self._scale(q_scale), self._scale(k_scale), self._scale(v_scale))
 
     def _sinks(self, sinks: Tensor | None) -> Tensor | None:
         """Side by side, and in a dtype for which kernels were compiled ahead."""

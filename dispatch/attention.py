@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from attnmux.dispatch import host
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.batch_checks import check_batch, page_bounds
-from attnmux.dispatch.call_checks import check_run, check_write
+from attnmux.dispatch.call_checks import call_signature, check_run, check_write
 from attnmux.dispatch.device import Device
 from attnmux.dispatch.errors import ConfigError, NoBackendError, complaint, suggest
 from attnmux.dispatch.operator import called_plainly, expect_tensors, new_handle, split
@@ -26,6 +26,9 @@ from attnmux.dispatch.spec import AttentionSpec, Limits, RowClass
 from attnmux.dispatch.steering import Names
 
 __all__ = ["Attention", "Plan", "reference_attention"]
+
+WRITTEN_FORMS = 1024
+"""Forms of writes that are remembered; each count of tokens is another."""
 
 
 class Attention:
@@ -74,6 +77,8 @@ class Attention:
         self.synchronise = found.type == "cpu" or _config.debug()
         self._options = {name: host.options(name) for name in self.backends}  # a context may have ended when a backend is loaded
         self._backends = {name: self._load(name) for name in self.selection.backends}
+        self._writer = next(iter(self._backends.values()))
+        self._written: set[Hashable] = set()  # forms of writes that were checked
         self._workspace: Tensor | None = None
         self._late: dict[Backend, Tensor] = {}  # workspaces of backends that came later and need more
         self.handle = new_handle(self)
@@ -178,10 +183,23 @@ class Attention:
         Raises:
             TypeError, ValueError: an argument does not fit the spec; nothing has been written.
         """
+        layer = LayerArgs(k_scale=k_scale, v_scale=v_scale)
+        if plainly := called_plainly(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale):
+            form = call_signature(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+            if form in self._written:
+                self._writer.write_kv(k, v, k_cache, v_cache, slot_mapping, layer)
+                return
         given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
         expect_tensors(self.torch_device, given, {})
         (kt, kv), (vt, vv) = split("k_scale", k_scale), split("v_scale", v_scale)
-        torch.ops.attnmux.write_kv(k, v, k_cache, v_cache, slot_mapping, self.handle, kt, vt, kv, vv)
+        if not plainly:
+            torch.ops.attnmux.write_kv(k, v, k_cache, v_cache, slot_mapping, self.handle, kt, vt, kv, vv)
+            return
+        self.store(k, v, k_cache, v_cache, slot_mapping, layer)
+        if not self.synchronise:
+            if len(self._written) >= WRITTEN_FORMS:
+                self._written.clear()
+            self._written.add(form)
 
     def workspace_bytes(self, limits: Limits | None = None) -> int:
         """Bytes of workspace for any batch within the limits (by default its own). A backend that only upper-bound lengths lead to is loaded
@@ -247,7 +265,7 @@ class Attention:
     def store(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layer: LayerArgs) -> None:
         """Check and write. Called by the operator."""
         check_write(self.spec, k, v, k_cache, v_cache, slot_mapping, layer, self.torch_device, self.synchronise)
-        next(iter(self._backends.values())).write_kv(k, v, k_cache, v_cache, slot_mapping, layer)
+        self._writer.write_kv(k, v, k_cache, v_cache, slot_mapping, layer)
 
 
 def reference_attention(

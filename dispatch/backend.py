@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -15,8 +14,7 @@ from attnmux.dispatch.device import Device
 from attnmux.dispatch.spec import AttentionSpec, Limits
 
 
-@dataclass(frozen=True, slots=True)
-class LayerArgs:
+class LayerArgs(NamedTuple):
     """Per-layer inputs of one ``run``, already checked. Scales are host floats or device tensors ``[]`` or ``[Hkv]``.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -53,9 +54,9 @@ class Batch:
         """Query lengths on the host: the mirror, or copied from the device once."""
         if self._query_lens is None:
             if self.query_lens_cpu is not None:
-                self._query_lens = list(map(int, self.query_lens_cpu))
+                self._query_lens = list(map(operator.index, self.query_lens_cpu))
             else:
-                self._query_lens = [int(n) for n in (self.query_start_loc[1:] - self.query_start_loc[:-1]).tolist()]
+                self._query_lens = (self.query_start_loc[1:] - self.query_start_loc[:-1]).tolist()
         return self._query_lens
 
     @property
@@ -63,9 +64,9 @@ class Batch:
         """Key lengths on the host: the mirror (a bound where ``lengths`` says so), or copied from the device once."""
         if self._seq_lens is None:
             if self.seq_lens_cpu is not None:
-                self._seq_lens = list(map(int, self.seq_lens_cpu))
+                self._seq_lens = list(map(operator.index, self.seq_lens_cpu))
             else:
-                self._seq_lens = [int(n) for n in self.seq_lens.tolist()]
+                self._seq_lens = self.seq_lens.tolist()
         return self._seq_lens
 
     def forget(self) -> None:

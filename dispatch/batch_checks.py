@@ -38,7 +38,7 @@ def check_batch(spec: AttentionSpec, batch: Batch, device: torch.device, limits:
     expect_optional("causal", batch.causal, spec.causal == "per_sequence", f"the spec says causal={spec.causal}", (seqs,), (torch.bool,), device)
     expect_optional("prefix_lens", batch.prefix_lens, spec.rswa_window is not None, "the spec has no rswa_window", (seqs,), int32, device)
     for name in ("query_lens_cpu", "seq_lens_cpu"):
-        _check_mirror(name, getattr(batch, name), seqs)
+        _check_mirror(name, batch)
     if synchronise:
         _check_device_values(batch)
     for lengths in (batch, _with_device_lengths(batch)) if synchronise and batch.lengths == "upper_bound" else (batch,):
@@ -48,13 +48,14 @@ def check_batch(spec: AttentionSpec, batch: Batch, device: torch.device, limits:
         _check_limits(batch, limits)
 
 
-def _check_mirror(name: str, value: object, seqs: int) -> None:
+def _check_mirror(name: str, batch: Batch) -> None:
+    value, seqs = getattr(batch, name), batch.num_seqs
     if value is None:
         return
     if isinstance(value, Tensor):
         raise TypeError(complaint(name, "a tensor", "a sequence of ints", f"pass {name}.tolist() of a host tensor"))
     try:
-        numbers = list(map(operator.index, value))  # type: ignore[call-overload]
+        numbers = batch.query_lens if name == "query_lens_cpu" else batch.key_lens
     except TypeError:
         raise TypeError(complaint(name, repr(value), f"{seqs} ints")) from None
     if len(numbers) != seqs:
@@ -93,8 +94,8 @@ def _check_lengths(spec: AttentionSpec, batch: Batch) -> None:
     if not needs_host:
         return
     fits = capacity is None or max(batch.key_lens, default=0) <= capacity
-    if fits and not (decoder_like and any(map(operator.lt, batch.key_lens, batch.query_lens))):
-        return  # the usual case, told without looking at every row
+    if fits and not (decoder_like and min(batch.key_lens, default=0) < max(batch.query_lens, default=0)):
+        return  # the usual case, told without comparing row by row
     for row, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.key_lens, strict=True)):
         if capacity is not None and kv_len > capacity and q_len:
             raise ValueError(
@@ -143,10 +144,13 @@ def _is_sequence(value: object) -> bool:
 
 
 def _check_limits(batch: Batch, limits: Limits) -> None:
+    longest = max(batch.key_lens, default=0)
+    if longest > limits.max_seq_len:
+        longest = max(map(operator.mul, batch.key_lens, map(bool, batch.query_lens)))  # only rows with tokens count
     asked = {
         "max_num_seqs": batch.num_seqs,
         "max_num_tokens": batch.num_tokens,
-        "max_seq_len": max(map(operator.mul, batch.key_lens, map(bool, batch.query_lens)), default=0),  # of rows with tokens
+        "max_seq_len": longest,
         "max_query_len": max(batch.query_lens, default=0),
     }
     for name, value in asked.items():

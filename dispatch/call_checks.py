@@ -38,18 +38,23 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
         raise ValueError(complaint(f"{name}'s last dimension", f"strided by {tensor.stride(-1)}", "contiguous"))
 
 
-def call_signature(q: object, k_cache: object, v_cache: object, out: object, lse: object, layer: LayerArgs) -> Hashable:
-    """All that :func:`check_run` looks at without reading values from the device: calls alike in it pass or fail alike."""
+def call_signature(*values: object) -> Hashable:
+    """All of a call's arguments that :func:`check_run` and :func:`check_write` look at without reading values from the device: calls alike in it
+    pass or fail alike.
+    """
     graded = torch.is_grad_enabled()
-    found: list[Hashable] = []
-    for value in (q, k_cache, v_cache, out, lse, layer.sinks, layer.alibi_slopes, layer.q_scale, layer.k_scale, layer.v_scale):
-        if value is None:
-            found.append(None)
-        elif isinstance(value, Tensor):
-            found.append((value.shape, value.stride(), value.dtype, value.device, graded and value.requires_grad))
-        else:
-            found.append((type(value), value) if isinstance(value, int | float) else object())  # what is neither is like no other
-    return tuple(found)
+    return tuple(
+        [  # a generator would take longer
+            value
+            if value is None
+            else (value.shape, value.stride(), value.dtype, value.device, graded and value.requires_grad)
+            if isinstance(value, Tensor)
+            else (type(value), value)
+            if isinstance(value, int | float)
+            else object()  # what is neither is like no other
+            for value in values
+        ]
+    )
 
 
 def check_run(

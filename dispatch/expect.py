@@ -13,8 +13,10 @@ def expect_tensor(name: str, value: object, shape: tuple[int | str, ...], dtypes
     """``value`` if it is a tensor of that rank, shape (strings are free dimensions), dtype and device."""
     if not isinstance(value, Tensor):
         raise TypeError(complaint(name, type(value).__name__, f"a tensor [{_shape(shape)}]"))
-    fits = value.dim() == len(shape) and all(isinstance(want, str) or got == want for got, want in zip(value.shape, shape, strict=True))
-    if not fits:
+    fits = value.shape == shape  # mostly, and sooner told than by what follows
+    if not fits and not (
+        value.dim() == len(shape) and all(isinstance(want, str) or got == want for got, want in zip(value.shape, shape, strict=True))
+    ):
         raise ValueError(complaint(name, f"[{_shape(tuple(value.shape))}]", f"[{_shape(shape)}]"))
     if value.dtype not in dtypes:
         wanted = " or ".join(DTYPE_NAMES.get(d, str(d).removeprefix("torch.")) for d in dtypes)

@@ -73,12 +73,12 @@ class Plan:
             raise RuntimeError("the plan is half made: its last refresh failed in a backend; refresh it again, or make a new plan")
         check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
         if not attn.synchronise:
-            self._checked.add(call_signature(q, k_cache, v_cache, out, lse, layer))
+            self._checked.add(call_signature(q, k_cache, v_cache, out, lse, *layer))
         self._run(q, k_cache, v_cache, out, lse, only, layer)
 
     def execute_known(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: object, lse: Tensor | None, only: str | None, layer: LayerArgs) -> bool:
         """The same without checks, if a call like this one has passed them in this step; otherwise nothing, and false."""
-        if not self._checked or call_signature(q, k_cache, v_cache, out, lse, layer) not in self._checked:
+        if not self._checked or call_signature(q, k_cache, v_cache, out, lse, *layer) not in self._checked:
             return False
         self._run(q, k_cache, v_cache, out, lse, only, layer)  # type: ignore[arg-type]  # of the known form, so a tensor
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,6 +101,10 @@ class Rows:
     row_spans: Tensor | None = None
     groups: bool = False
 
+    def masks(self) -> tuple[Tensor | None, ...]:
+        """What tells who sees whom."""
+        return self.prefix_lens, self.causal, self.row_span_start, self.row_spans
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -110,8 +115,7 @@ class Lengths:
     seq_lens: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """Per-layer inputs on the device; scales are float32 ``[1]`` or ``[Hkv]``."""
 
     sinks: Tensor | None = None
@@ -119,3 +123,8 @@ class Layer:
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    def form(self) -> tuple[Any, ...]:
+        """What kernels are compiled for: which are there, and the sinks' dtype."""
+        sinks, slopes, q_scale, k_scale, v_scale = self
+        return sinks is not None and sinks.dtype, slopes is None, q_scale is None, k_scale is None, v_scale is None

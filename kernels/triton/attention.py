@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnmux.kernels.triton.intervals import own_spans, tile_mask, token_intervals
-from attnmux.kernels.triton.plan import ITEM
+from attnmux.kernels.triton.plan import ITEM, ITEM_PAGES
 from attnmux.kernels.triton.tiles import in_sight, load_tile, tile_of, tile_pages
 from attnmux.kernels.triton.values import LN2, LOG2E, alibi_bias, decode_fp8, merge_sink, soft_cap, softmax_step
 
@@ -42,8 +42,10 @@ def _attend(
     row_table_ptr,  # block table of the row
     first_key,  # packed keys: the row's first
     kv_head, stride_k_page, stride_k_key, stride_v_page, stride_v_key,
+    page,  # of the first two tiles, with FIRST
+    next_page,
     scale,  # of scores, base 2 unless SOFTCAP; positive with FOLD
-    softcap, MASKED: tl.constexpr, PREFETCH: tl.constexpr, SWAP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    softcap, MASKED: tl.constexpr, PREFETCH: tl.constexpr, FIRST: tl.constexpr, SWAP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     V_HEAD_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, WINDOW_RIGHT: tl.constexpr, CHUNK: tl.constexpr,
     LOOKBACK: tl.constexpr, SPANS: tl.constexpr, GROUPS: tl.constexpr, RSWA: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
     FOLD: tl.constexpr, FP8: tl.constexpr, FP8_NATIVE: tl.constexpr, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -70,9 +72,15 @@ def _attend(
         prefix, lo, hi = token_intervals(
             pos, kv_len, span_start, span_end, prefix_len, row_causal, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, RSWA
         )
-    page = tile_pages(
-        row_table_ptr, tile_of(begin, head_tiles, start_tile), begin < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
-    )  # fmt: skip
+    if FIRST == 0:
+        page = tile_pages(
+            row_table_ptr, tile_of(begin, head_tiles, start_tile), begin < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
+        )  # fmt: skip
+    if FIRST == 0 and PREFETCH == 2:
+        next_page = tile_pages(
+            row_table_ptr, tile_of(begin + 1, head_tiles, start_tile), begin + 1 < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE,
+            BLOCK_N,
+        )  # fmt: skip
     for i in range(begin, end):
         tile = tile_of(i, head_tiles, start_tile)
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
@@ -82,12 +90,13 @@ def _attend(
             if GROUPS:  # they leave gaps between the bounds; beyond those only rows that fill up the tile see anything
                 mask = tile_mask(key, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, SPANS, GROUPS, RSWA)  # [M, N]
                 seen = seen & (tl.max(mask.to(tl.int32), axis=0) > 0)
-        if PREFETCH:  # a load that waits for another one in the same round would halve the pipeline
+        # A load that waits for another one in the same round would halve the pipeline.
+        if PREFETCH == 0:
+            page = tile_pages(row_table_ptr, tile, i < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N)
+        elif PREFETCH == 1:
             next_page = tile_pages(
                 row_table_ptr, tile_of(i + 1, head_tiles, start_tile), i + 1 < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
             )  # fmt: skip
-        else:
-            page = tile_pages(row_table_ptr, tile, i < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N)
         k = load_tile(
             k_ptr, k_descriptor, page, tile, first_key, kv_head, stride_k_page, stride_k_key, seen,
             PAGE_SIZE, HEAD_SIZE, BLOCK_N, BLOCK_D, MASKED, False, FP8, FP8_NATIVE, DTYPE,
@@ -123,8 +132,15 @@ def _attend(
             acc = tl.dot(tl.trans(v), tl.trans(weights.to(v.dtype)), acc * correction[None, :], input_precision="ieee")
         else:
             acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
-        if PREFETCH:
+        # The next page as it is, since no page and no key is negative, but computed: Triton's pipeline passes on no values that are not; and with
+        # each lane's own keys, or ptxas would wait for it here, to move it to a uniform register.
+        if PREFETCH == 1:
             page = next_page
+        elif PREFETCH == 2:
+            page = tl.maximum(next_page, tl.where(key >= 0, 0, 1) if PAGE_SIZE % BLOCK_N != 0 else 0)
+            next_page = tile_pages(
+                row_table_ptr, tile_of(i + 2, head_tiles, start_tile), i + 2 < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
+            )  # fmt: skip
     return acc, top, total
 
 
@@ -186,7 +202,8 @@ def paged_attention(
     Q_FP8: tl.constexpr,  # the queries' format
     DTYPE: tl.constexpr,
     STAGED: tl.constexpr,  # tiles with a mask in loops of their own: for descriptors, which cannot leave keys out, and groups
-    PREFETCH: tl.constexpr,  # page ids one tile ahead
+    PREFETCH: tl.constexpr,  # how many tiles ahead page ids are read
+    FIRST: tl.constexpr,  # pages of a tile, if the item holds those of its first two; 0: not
     SWAP: tl.constexpr,  # keys and values take the matrix unit's long side, and few queries the short one
     EARLY: tl.constexpr,  # started while the kernel before may still run, as the next one is
     BLOCK_M: tl.constexpr,
@@ -197,9 +214,7 @@ def paged_attention(
     """One item of one KV head. The grid is ``items * KV_HEADS``, heads fastest, so that heads of a page run together."""
     item = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
+    # What plan_step has written is read while the kernel before may still run: whoever launches sees to it that this one is another.
     item_ptr = items_ptr + item.to(tl.int64) * ITEM
     row = tl.load(item_ptr)
     q_block = tl.load(item_ptr + 1)
@@ -218,8 +233,18 @@ def paged_attention(
     first_token = tl.load(item_ptr + 11)
     q_len = tl.load(item_ptr + 12)
     kv_len = tl.load(item_ptr + 13)
+    page = row * 0
+    next_page = row * 0
+    if FIRST > 0:  # [N], or one
+        page_ptr = item_ptr + ITEM_PAGES + (0 if FIRST == 1 else tl.arange(0, BLOCK_N) // (BLOCK_N // FIRST))
+        page = tl.load(page_ptr)
+        next_page = tl.load(page_ptr + FIRST)
+    items = tl.load(count_ptr)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     # No item has a negative entry. They are asked all the same, since ptxas would otherwise load them only after count_ptr has answered.
-    if (item >= tl.load(count_ptr)) | ((row | q_block | begin | end | start_tile | hi_max | first_token | q_len | kv_len) < 0):
+    if (item >= items) | ((row | q_block | begin | end | start_tile | hi_max | first_token | q_len | kv_len) < 0):
         return
 
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -267,8 +292,8 @@ def paged_attention(
         acc, top, total = _attend(
             q, acc, top, total, stage_begin, stage_end, full_begin, full_end, head_tiles, start_tile, prefix_max, lo_min, hi_max, pos, slope, row, kv_len,
             prefix_lens_ptr, causal_ptr, row_span_start_ptr, row_spans_ptr, k_head_ptr, v_head_ptr, k_descriptor, v_descriptor, row_table_ptr,
-            first_key, kv_head, stride_k_page, stride_k_key, stride_v_page, stride_v_key, score_scale, softcap, stage != 1,
-            PREFETCH and (stage == 1 or not STAGED), SWAP,
+            first_key, kv_head, stride_k_page, stride_k_key, stride_v_page, stride_v_key, page, next_page, score_scale, softcap, stage != 1,
+            PREFETCH if stage == 1 or not STAGED else 0, FIRST, SWAP,
             PAGE_SIZE, HEAD_SIZE, V_HEAD_SIZE, CAUSAL, WINDOW, WINDOW_RIGHT, CHUNK, LOOKBACK, SPANS, GROUPS, RSWA, ALIBI, SOFTCAP, FOLD,
             FP8, FP8_NATIVE, DTYPE, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip

@@ -15,10 +15,11 @@ class LaunchConfig:
         num_warps, num_stages: as Triton takes them.
         programs: how many of them a multiprocessor holds at once, or should: the keys of rows are cut until there are so many.
         part: tiles of a part, about, at the least: cutting a unit into equal ones may halve it.
-        prefetch: whether page ids are read one tile ahead, and not in the round that needs them.
+        prefetch: how many tiles ahead page ids are read.
         descriptors: whether tensor descriptors copy the tiles where the device has them and a page holds the tile.
         swap: whether keys and values, not queries, lie along the long side of the matrix unit, which takes 64 rows or more on Hopper.
         source: the measurement or reason behind the row of the table.
+        registers: of a thread, at most, so that so many programs find room; 0: as the compiler likes.
     """
 
     block_m: int
@@ -27,10 +28,11 @@ class LaunchConfig:
     num_stages: int
     programs: int
     part: int
-    prefetch: bool
+    prefetch: int
     descriptors: bool
     swap: bool
     source: str
+    registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,8 @@ class Target:
 
 
 def _tile(m: int, n: int, warps: int, stages: int, programs: int, flags: str, source: str, part: int = 1) -> LaunchConfig:
-    """Flags: P prefetch, W swap, - no descriptors."""
-    return LaunchConfig(m, n, warps, stages, programs, part, "P" in flags, "-" not in flags, "W" in flags, source)
+    """Flags: P prefetch, by so many tiles; W swap; - no descriptors."""
+    return LaunchConfig(m, n, warps, stages, programs, part, flags.count("P"), "-" not in flags, "W" in flags, source)
 
 
 _PART = 8
@@ -88,24 +90,24 @@ _HOPPER: dict[tuple[str, int, int], LaunchConfig] = {
     ("prefill", 2, 128): _tile(128, 128, 8, 2, 1, "P", _H200, _PART),
     ("prefill", 2, 256): _tile(128, 64, 8, 2, 1, "P-", _H200, _PART),
     ("prefill", 2, 512): _tile(64, 16, 8, 3, 1, "P", _H200, _PART),
-    ("verify", 2, 64): _tile(64, 128, 4, 3, 2, "P", _H200),
-    ("verify", 2, 128): _tile(64, 64, 4, 3, 2, "P", _H200),
-    ("few", 2, 64): _tile(32, 128, 4, 3, 2, "PW-", _H200),
-    ("few", 2, 128): _tile(32, 128, 8, 3, 1, "PW-", _H200),
-    ("decode", 2, 64): _tile(16, 128, 4, 3, 2, "PW-", _H200),
-    ("decode", 2, 128): _tile(16, 64, 4, 3, 2, "PW-", _H200),
-    ("decode", 2, 256): _tile(16, 64, 4, 2, 1, "P", _H200),
-    ("decode", 2, 512): _tile(16, 16, 4, 3, 2, "P", _H200),
+    ("verify", 2, 64): _tile(64, 128, 4, 3, 2, "PP", _H200),
+    ("verify", 2, 128): _tile(64, 64, 4, 3, 2, "PP", _H200),
+    ("few", 2, 64): _tile(32, 128, 4, 3, 2, "PPW-", _H200),
+    ("few", 2, 128): _tile(32, 128, 8, 3, 1, "PPW-", _H200),
+    ("decode", 2, 64): _tile(16, 128, 4, 3, 2, "PPW-", _H200),
+    ("decode", 2, 128): _tile(16, 64, 4, 3, 2, "PPW-", _H200),
+    ("decode", 2, 256): _tile(16, 64, 4, 2, 1, "PP", _H200),
+    ("decode", 2, 512): _tile(16, 16, 4, 3, 2, "PP", _H200),
     ("prefill", 1, 64): _tile(128, 64, 4, 2, 2, "P", _H200, _PART),
     ("prefill", 1, 128): _tile(128, 128, 8, 2, 1, "P", _H200, _PART),
-    ("few", 1, 128): _tile(32, 32, 2, 3, 4, "P", _H200),
-    ("decode", 1, 64): _tile(16, 128, 4, 3, 4, "P", _H200),
-    ("decode", 1, 128): _tile(16, 128, 4, 3, 3, "P", _H200),
+    ("few", 1, 128): _tile(32, 32, 2, 3, 4, "PP", _H200),
+    ("decode", 1, 64): _tile(16, 128, 4, 3, 4, "PP", _H200),
+    ("decode", 1, 128): _tile(16, 128, 4, 3, 3, "PP", _H200),
 }
 _HOPPER_DESCRIBED: dict[tuple[str, int, int], LaunchConfig] = {
     # the same, where a page holds the tile and a descriptor copies it
     ("prefill", 2, 128): _tile(128, 128, 8, 3, 1, "P", _H200, _PART),
-    ("decode", 2, 256): _tile(16, 64, 4, 3, 1, "PW", _H200),
+    ("decode", 2, 256): _tile(16, 64, 4, 3, 1, "PPW", _H200),
 }
 _FROM_SHARED = _tile(128, 64, 8, 2, 1, "P", _ROWS, _PART)
 """Prefill at head size 128 where matrix units read their operands from shared memory."""
@@ -156,7 +158,13 @@ def launch_config(
             config = replace(config, block_m=config.block_m // 2)
         else:
             return None
-    return config
+    return replace(config, registers=_registers(config)) if target.type == "cuda" else config
+
+
+def _registers(config: LaunchConfig) -> int:
+    """Registers of a thread with which ``programs`` of them find room on an NVIDIA multiprocessor; 0 where any number does."""
+    most = 65536 // (32 * config.num_warps * config.programs) // 8 * 8
+    return most if most < 255 else 0
 
 
 def _measured(target: Target, kind: str, size: int, element: int, kv_element: int, page_size: int) -> LaunchConfig | None:

@@ -14,11 +14,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnmux.kernels.triton.tiles import first_pages, tile_of
 from attnmux.kernels.triton.units import last_at_most, unit_facts
 
-ITEM = tl.constexpr(16)
+ITEM = tl.constexpr(32)
 """int32 of an item: row, Q block, first and last tile, tiles of the prefix, first tile after it, first and last tile that needs no
-mask, keys of the prefix, least and greatest key, first token, query tokens, keys, slot (-1: none), parts of the unit."""
+mask, keys of the prefix, least and greatest key, first token, query tokens, keys, slot (-1: none), parts of the unit; and from
+ITEM_PAGES on the pages of its first two tiles, so that reading them need not wait for the block table."""
+ITEM_PAGES = tl.constexpr(16)
 
 CUT = tl.constexpr(5)
 """int32 of a unit's cut: its first item, first slot (-1: none) and merge, and the tiles of its first part and of the following ones."""
@@ -31,7 +34,7 @@ CLASSES = tl.constexpr(32)
 
 
 @triton.jit(
-    do_not_specialize=["seqs", "max_units", "max_items", "max_merges", "room", "least_len", "most_len"],
+    do_not_specialize=["seqs", "max_units", "max_items", "max_merges", "room", "least_len", "most_len", "stride_table"],
     do_not_specialize_on_alignment=[
         "query_start_ptr",
         "seq_lens_ptr",
@@ -42,6 +45,7 @@ CLASSES = tl.constexpr(32)
         "cuts_ptr",
         "count_ptr",
         "merges_ptr",
+        "table_ptr",
     ],
 )
 def plan_step(
@@ -57,6 +61,8 @@ def plan_step(
     items_ptr,  # int32 [max_items, ITEM]
     count_ptr,  # int32 [2]: items and merges
     merges_ptr,  # int32 [max_merges]: first item of each unit in several parts
+    table_ptr,  # int32 block table [seqs, columns]
+    stride_table,
     seqs,
     max_units,
     max_items,
@@ -76,6 +82,8 @@ def plan_step(
     LEAST: tl.constexpr,  # tiles of a part; fewer cost more to merge than they save
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    FIRST: tl.constexpr,  # pages of a tile, if items are to hold those of their first two; 0: not
     L: tl.constexpr,  # rows, units or items looked at side by side
 ):
     """One program. Each pass reads what the one before has stored."""
@@ -193,6 +201,13 @@ def plan_step(
         tl.store(to + 13, kv_len, mask=real)
         tl.store(to + 14, tl.where(first_slot < 0, -1, first_slot + part_index), mask=real)
         tl.store(to + 15, parts, mask=real)
+        if FIRST > 0:
+            row_table_ptr = table_ptr + row.to(tl.int64) * stride_table
+            LEFT: tl.constexpr = WINDOW > 0 or CHUNK > 0 or RSWA > 0
+            for i in tl.static_range(2):
+                tile = tile_of(begin + i, head_tiles, start_tile)
+                page = first_pages(row_table_ptr, tile, real & (begin + i < end), prefix_max, lo_min, hi_max, LEFT, RSWA, PAGE_SIZE, BLOCK_N, FIRST)
+                tl.store(to[:, None] + (ITEM_PAGES + i * FIRST) + tl.arange(0, FIRST)[None, :], page, mask=real[:, None])
     tl.store(count_ptr, tl.minimum(items, max_items))
     tl.store(count_ptr + 1, tl.minimum(merges, max_merges))
 

@@ -57,6 +57,28 @@ def tile_pages(
 
 
 @triton.jit
+def first_pages(
+    row_table_ptr,  # [L]: block tables of rows
+    tile,  # [L]
+    wanted,  # [L] bool
+    prefix_max,  # [L]
+    lo_min,  # [L]
+    hi_max,  # [L]
+    LEFT: tl.constexpr,
+    RSWA: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COUNT: tl.constexpr,  # pages of a tile
+):
+    """``[L, COUNT]``: what ``tile_pages`` gives of a tile of each of several rows, once a page."""
+    column = (tile * BLOCK_N // PAGE_SIZE)[:, None] + tl.arange(0, COUNT)[None, :]  # [L, COUNT]
+    mask = wanted[:, None] & (column >= 0)
+    if PAGE_SIZE % BLOCK_N != 0:
+        mask = mask & in_sight(column * PAGE_SIZE, PAGE_SIZE, prefix_max[:, None], lo_min[:, None], hi_max[:, None], LEFT, RSWA)
+    return tl.load(row_table_ptr[:, None] + column, mask=mask, other=0)
+
+
+@triton.jit
 def load_tile(
     base_ptr,  # of this KV head
     descriptor,  # [pages, Hkv, page, SIZE] or None

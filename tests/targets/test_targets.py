@@ -98,7 +98,8 @@ def test_attention(target, variant, kind, compile_attention):
 def test_write_cache(target, cache, recorded, compile_recorded):
     new = torch.zeros(4, 8, 128, dtype=FP32 if cache == FP32 else BF16)
     pool = torch.zeros(4, 16, 8, 128, dtype=torch.uint8).to(cache)
-    launch.store(new, pool, torch.zeros(4, dtype=torch.int64), torch.ones(1), 16, False)
+    features = launch.Features(scale=1.0, dtype=new.dtype, page_size=16)
+    launch.store((new, new), (pool, pool), torch.zeros(4, dtype=torch.int64), (torch.ones(1), torch.ones(1)), features, {})
     assert compile_recorded(target, recorded["write_cache"]).metadata.shared <= 1024
 
 

@@ -70,7 +70,7 @@ class IgnoresSinks(Honest):
         return spec.replace(sinks=False)
 
     def spoil_layer(self, layer):
-        return replace(layer, sinks=None)
+        return layer._replace(sinks=None)
 
 
 class LogToBaseTwo(Honest):
@@ -94,7 +94,7 @@ class IgnoresPerHeadScale(Honest):
     def spoil_layer(self, layer):
         if not isinstance(layer.k_scale, Tensor):
             return layer
-        return replace(layer, k_scale=torch.full_like(layer.k_scale, layer.k_scale[0]), v_scale=torch.full_like(layer.v_scale, layer.v_scale[0]))
+        return layer._replace(k_scale=torch.full_like(layer.k_scale, layer.k_scale[0]), v_scale=torch.full_like(layer.v_scale, layer.v_scale[0]))
 
 
 class LinearForSqrt(Honest):

@@ -8,8 +8,10 @@ import os
 import pytest
 import torch
 
+from attnmux.backends import triton_backend
 from attnmux.backends.triton_backend import TritonBackend
 from attnmux.dispatch.spec import AttentionSpec, Limits
+from attnmux.kernels.triton.config import launch_config
 from attnmux.testing import Row, make_case
 from attnmux.testing.measure import Answer, distance, expect_close, oracle
 
@@ -197,18 +199,18 @@ def test_warmup_launches_everything_the_limits_reach(changes, machine, device, m
     spec, limits = PLAIN.replace(**changes), Limits(4, 64, 200, 32)
     backend = TritonBackend(spec, machine, {"programs": 4})
     backend.limits = limits
-    seen: dict[str, set[tuple]] = {"_attend": set(), "_combine": set()}
+    seen: dict[str, set[tuple]] = {"of_attention": set(), "of_merging": set()}
 
     def spy(name):
         inner = getattr(launch, name)
 
-        def launched(*args):
+        def asked(*args):
             rows = next((arg for arg in args if isinstance(arg, launch.Rows)), None)
             config = next(arg for arg in args if isinstance(arg, launch.Work)).config
             seen[name].add((config,) if rows is None else (config, rows.row_spans is not None, rows.groups))
-            inner(*args)
+            return inner(*args)
 
-        monkeypatch.setattr(launch, name, launched)
+        monkeypatch.setattr(launch, name, asked)
 
     for name in seen:
         spy(name)
@@ -216,8 +218,8 @@ def test_warmup_launches_everything_the_limits_reach(changes, machine, device, m
     spans = ((False, False), (True, False), (True, True)) if spec.mm_prefix else ((False, False),)
     plans = [backend.plan(make_case(spec, (Row(n, n),), device=device).batch, None, None) for n in (1, 2, 3, 5, 8, 9, 16, 17, 32)]
     reached = [work for state in plans for work in state.work.values()]
-    assert seen["_attend"] == {(work.config, *form) for work in reached for form in spans}
-    assert seen["_combine"] == {(work.config,) for work in reached if work.slot_lse.shape[0]} != set()  # the merging kernel too
+    assert seen["of_attention"] == {(work.config, *form) for work in reached for form in spans}
+    assert seen["of_merging"] == {(work.config,) for work in reached if work.slot_lse.shape[0]} != set()  # the merging kernel too
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -237,6 +239,25 @@ def test_descriptors_read_what_pointers_read(layout, changes, machine, device, a
     n = case.batch.num_tokens
     if INTERPRETED:  # a compiler may order additions as it likes
         assert answers[0].same_bits(answers[1], slice(0, n), slice(0, n))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 24, 64])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sliding_window": 90}, {"rswa_window": 20}, {"mm_prefix": "override_window"}], ids=lambda c: "-".join(c) or "plain"
+)
+def test_page_ids_read_ahead_lead_to_the_same_pages(page_size, changes, machine, device, attend, cpu, monkeypatch):
+    """However many tiles ahead, over items that begin anywhere, and with the pages of their first tiles in them or not."""
+    spec = PLAIN.replace(dtype=torch.float16, page_size=page_size, return_lse=True, **changes)
+    rows = (Row(1, 300, prefix_len=40), Row(3, 128), Row(40, 210, ((100, 200),), prefix_len=190), Row(0, 9), Row(2, 0), Row(1, 20))
+    case = make_case(spec, rows, device=device)
+    answers = []
+    for ahead in (0, 1, 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton_backend, "launch_config", lambda *args, ahead=ahead: dataclasses.replace(launch_config(*args), prefetch=ahead))
+            answers.append(attend(case, backend=TritonBackend(spec, machine, {"programs": 8})))
+    expect_close(case, answers[0], oracle(cpu(case)))
+    n = case.batch.num_tokens
+    assert all(answers[0].same_bits(answer, slice(0, n), slice(0, n)) for answer in answers[1:])
 
 
 @pytest.mark.parametrize("page_size", [3, 8, 16, 48])

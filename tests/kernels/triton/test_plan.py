@@ -16,9 +16,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from attnmux.backends._triton_step import Room, room_for
-from attnmux.kernels.triton import launch
+from attnmux.kernels.triton import launch, parameters
 from attnmux.kernels.triton.config import smallest_tile
-from attnmux.kernels.triton.plan import CLASSES, COST, MERGE
+from attnmux.kernels.triton.plan import CLASSES, COST, ITEM_PAGES, MERGE
 from attnmux.testing import Row
 
 MASKS = {
@@ -55,7 +55,9 @@ ANY = (1, 2**31 - 1)
 
 
 FIELDS = "row q_block begin end head_tiles start_tile full_begin full_end prefix_max lo_min hi_max first_token q_len kv_len slot parts"
-Item = namedtuple("Item", FIELDS)
+UNSEEN = -77
+"""Where the block table has no page."""
+Item = namedtuple("Item", FIELDS + " pages")
 
 
 class Step(NamedTuple):
@@ -68,6 +70,7 @@ class Step(NamedTuple):
     kv_heads: int = 1
     cut_tiles: int = 0
     lens: tuple[int, int] = ANY
+    page: int = 2
 
     def room(self) -> Room:
         units = sum(-(-row.q_len // self.block_q) for row in self.rows if self.lens[0] <= row.q_len <= self.lens[1])
@@ -79,7 +82,7 @@ def plan(step: Step, device: torch.device, room: Room | None = None, poison: int
     """Items and merges. Tables hold garbage before, and the step's tensors hold some behind its rows."""
     rows, room = step.rows, room or step.room()
     tables = {name: table.fill_(poison) for name, table in room.tables(len(rows), device).items()}
-    config = replace(smallest_tile(2), block_m=step.block_q * 2, block_n=step.block_n, part=step.least)
+    config = replace(smallest_tile(2), block_m=step.block_q * 2, block_n=step.block_n, part=step.least, prefetch=True)
     slots = torch.zeros(1, device=device)
     work = launch.Work(step.lens, slot_out=slots, slot_lse=slots, config=config, room=room.at_once, cut_tiles=room.cut_tiles, **tables)
 
@@ -91,7 +94,7 @@ def plan(step: Step, device: torch.device, room: Room | None = None, poison: int
 
     spans = [(*span, -1)[:3] for row in rows for span in row.spans] if step.mask.get("spans") else []
     placed = launch.Rows(
-        table=torch.zeros((len(rows), 1), dtype=torch.int32, device=device),
+        table=torch.tensor([table_of(step, i) for i in range(len(rows))], dtype=torch.int32, device=device)[:, 3:],
         prefix_lens=ints([row.prefix_len for row in rows]) if step.mask.get("rswa") else None,
         causal=torch.tensor([row.causal for row in rows], device=device) if step.mask.get("causal") == 2 else None,
         row_span_start=starts([len(row.spans) for row in rows]) if spans else None,
@@ -99,10 +102,19 @@ def plan(step: Step, device: torch.device, room: Room | None = None, poison: int
         groups=any(len(span) == 3 for row in rows for span in row.spans) if spans else False,
     )
     lens = launch.Lengths(len(rows), starts([row.q_len for row in rows]), ints([row.kv_len for row in rows]))
-    launch.plan(placed, lens, work, launch.Features(scale=1.0, dtype=torch.float16, page_size=16, **step.mask), 2)
+    launch.plan(placed, lens, work, launch.Features(scale=1.0, dtype=torch.float16, page_size=step.page, **step.mask), 2)
     items, merges = work.count.tolist()
     assert items <= room.items and merges <= room.merges
-    return [Item(*item) for item in work.items[:items].tolist()], work.merges[:merges].tolist()
+    pages = 0 if step.block_n % step.page and step.page % step.block_n else max(1, step.block_n // step.page)
+    found = [Item(*item[: ITEM_PAGES.value], item[ITEM_PAGES.value :][:pages]) for item in work.items[:items].tolist()]
+    return found, work.merges[:merges].tolist()
+
+
+def table_of(step: Step, row: int) -> list[int]:
+    """The row's pages, behind three entries of another table. The same number nowhere else."""
+    columns = -(-max((each.kv_len for each in step.rows), default=0) // step.page)
+    mine = -(-step.rows[row].kv_len // step.page)
+    return [UNSEEN] * 3 + [1000 * row + 1 + column if column < mine else UNSEEN for column in range(columns)]
 
 
 def sees(mask: dict, row: Row, q: int, k: int) -> tuple[bool, bool]:
@@ -236,6 +248,22 @@ def test_each_block_reads_what_its_tokens_see(name, programs, device):
         assert [(item.begin, item.end, item.hi_max) for item in units[4, 0]] == [(0, 0, 0)]  # a row without keys
 
 
+@pytest.mark.parametrize("page", [1, 2, 4, 8, 3])
+@pytest.mark.parametrize("name", ["causal", "window", "override", "rswa"])
+def test_items_hold_the_pages_of_their_first_tile(name, page, device):
+    """Those in sight and no other: entries whose keys nobody may see are never read."""
+    step = Step(ROWS, MASKS[name], page=page, programs=64)
+    items, _ = plan(step, device)
+    for item in items:
+        tile = item.begin if item.begin < item.head_tiles else item.start_tile + item.begin - item.head_tiles
+        pages = range(tile * step.block_n // page, -(-(tile + 1) * step.block_n // page))
+        seen = [p * page < item.prefix_max or (p * page < item.hi_max and (p + 1) * page > item.lo_min) for p in pages]
+        wanted = [1000 * item.row + 1 + p if item.begin < item.end and in_sight else 0 for p, in_sight in zip(pages, seen, strict=True)]
+        assert item.pages == (wanted if page != 3 else [])
+    if page == 1 and name in ("window", "rswa"):
+        assert any(0 in item.pages and item.begin < item.end and item.lo_min > item.start_tile * step.block_n for item in items)
+
+
 @pytest.mark.parametrize("lens", [(1, 2), (3, 16), (17, 2**31 - 1), (4, 8)])
 def test_rows_of_other_lengths_are_left_out(lens, device):
     step = Step(ROWS, {}, lens=lens)
@@ -323,7 +351,7 @@ def test_tables_longer_than_what_is_looked_at_at_once(name, device, monkeypatch)
     wanted = plan(step, device)
     assert len(wanted[0]) > 100 and len(wanted[1]) > 20
     for lanes, poison in ((16, -1), (16, 1), (1024, 0)):
-        monkeypatch.setattr(launch, "LANES", lanes)
+        monkeypatch.setattr(parameters, "LANES", lanes)
         assert plan(step, device, poison=poison) == wanted
 
 
