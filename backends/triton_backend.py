@@ -82,8 +82,11 @@ class TritonBackend(Backend):
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, state: State, out: Tensor, lse: Tensor | None, layer: LayerArgs) -> None:
         k, v, inputs, raw = self._nhd(k_cache), self._nhd(v_cache), self._inputs(layer), self._raw_stream()
         if raw == state.raw_stream:
-            for work in state.work.values():
-                launch.attend(q, k, v, out, lse, state.rows, work, self._features, inputs, self._launch_on(raw))
+            for kind, work in state.work.items():
+                known = state.known.get((kind, layer.form), ())
+                found = launch.attend(q, k, v, out, lse, state.rows, work, self._features, inputs, self._launch_on(raw), known)
+                if found and not known and layer.form is not None:
+                    state.known[kind, layer.form] = found
             return
         stream, capturing = self._stream(), launch.capturing(self._torch_device)
         if not capturing:
@@ -259,7 +262,7 @@ class TritonBackend(Backend):
         return torch.tensor(values, dtype=torch.int32).to(self._torch_device, non_blocking=True)
 
     def _inputs(self, layer: LayerArgs) -> launch.Layer:
-        sinks, slopes, q_scale, k_scale, v_scale = layer
+        sinks, slopes, q_scale, k_scale, v_scale, _ = layer
         if q_scale is None and self.spec.q_dtype != self.spec.dtype:
             q_scale = 1.0
         slopes = None if slopes is None else slopes.contiguous()

@@ -17,7 +17,7 @@ from attnmux.dispatch.batch_checks import check_batch, page_bounds
 from attnmux.dispatch.call_checks import call_signature, check_run, check_write
 from attnmux.dispatch.device import Device
 from attnmux.dispatch.errors import ConfigError, NoBackendError, complaint, suggest
-from attnmux.dispatch.operator import called_plainly, expect_tensors, new_handle, split
+from attnmux.dispatch.operator import called_plainly, expect_tensors, new_handle, split, undisturbed
 from attnmux.dispatch.plan import Plan
 from attnmux.dispatch.platform import Order
 from attnmux.dispatch.query import Lengths
@@ -143,10 +143,9 @@ class Attention:
         """
         if not isinstance(plan, Plan) or plan.attention is not self:
             raise ValueError(complaint("plan", type(plan).__name__, "a plan made by this Attention"))
-        layer = LayerArgs(sinks, alibi_slopes, q_scale, k_scale, v_scale)
-        plainly = called_plainly(q, k_cache, v_cache, out, sinks, alibi_slopes, q_scale, k_scale, v_scale)
-        if plainly and out is not None and not self.spec.return_lse and plan.execute_known(q, k_cache, v_cache, out, None, only, layer):
-            return out
+        per_layer = (sinks, alibi_slopes, q_scale, k_scale, v_scale)
+        if undisturbed() and not self.spec.return_lse and plan.execute_known(q, k_cache, v_cache, out, None, only, *per_layer):
+            return out  # type: ignore[return-value]  # of a known form, so a tensor
         given = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
         expect_tensors(self.torch_device, given, {"out": out, "sinks": sinks, "alibi_slopes": alibi_slopes})
         if q.dim() != 3:
@@ -155,9 +154,9 @@ class Attention:
             out = torch.empty((q.shape[0], self.spec.num_q_heads, self.spec.v_head_size), dtype=self.spec.dtype, device=q.device)
         lse = torch.empty((q.shape[0], self.spec.num_q_heads), dtype=torch.float32, device=q.device) if self.spec.return_lse else None
         (qt, qv), (kt, kv), (vt, vv) = split("q_scale", q_scale), split("k_scale", k_scale), split("v_scale", v_scale)
-        if plainly:
-            if not plan.execute_known(q, k_cache, v_cache, out, lse, only, layer):
-                plan.execute(q, k_cache, v_cache, out, lse, only, layer)
+        if called_plainly(q, k_cache, v_cache, out, *per_layer):
+            if not plan.execute_known(q, k_cache, v_cache, out, lse, only, *per_layer):
+                plan.execute(q, k_cache, v_cache, out, lse, only, LayerArgs(*per_layer))
         else:
             torch.ops.attnmux.attention(q, k_cache, v_cache, out, lse, plan.handle, only, sinks, alibi_slopes, qt, kt, vt, qv, kv, vv)
         return out if lse is None else (out, lse)
@@ -184,19 +183,18 @@ class Attention:
             TypeError, ValueError: an argument does not fit the spec; nothing has been written.
         """
         layer = LayerArgs(k_scale=k_scale, v_scale=v_scale)
-        if plainly := called_plainly(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale):
-            form = call_signature(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-            if form in self._written:
-                self._writer.write_kv(k, v, k_cache, v_cache, slot_mapping, layer)
-                return
+        form = call_signature(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale) if undisturbed() else None
+        if form in self._written:
+            self._writer.write_kv(k, v, k_cache, v_cache, slot_mapping, layer)
+            return
         given = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
         expect_tensors(self.torch_device, given, {})
         (kt, kv), (vt, vv) = split("k_scale", k_scale), split("v_scale", v_scale)
-        if not plainly:
+        if not called_plainly(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale):
             torch.ops.attnmux.write_kv(k, v, k_cache, v_cache, slot_mapping, self.handle, kt, vt, kv, vv)
             return
         self.store(k, v, k_cache, v_cache, slot_mapping, layer)
-        if not self.synchronise:
+        if form is not None and not self.synchronise:
             if len(self._written) >= WRITTEN_FORMS:
                 self._written.clear()
             self._written.add(form)

@@ -21,6 +21,8 @@ class LayerArgs(NamedTuple):
         sinks: float ``[Hq]``, present exactly when the spec has sinks.
         alibi_slopes: float32 ``[Hq]``, present exactly when the spec has ALiBi.
         q_scale, k_scale, v_scale: a stored value times its scale is the true value.
+        form: the same object for calls with one state that differ in tensors' addresses and contents only, for backends that remember what they
+            launched; ``None``: not known.
     """
 
     sinks: Tensor | None = None
@@ -28,6 +30,7 @@ class LayerArgs(NamedTuple):
     q_scale: Tensor | float | None = None
     k_scale: Tensor | float | None = None
     v_scale: Tensor | float | None = None
+    form: object | None = None
 
 
 class Backend(ABC):

@@ -39,7 +39,7 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
 
 
 def call_signature(*values: object) -> Hashable:
-    """All of a call's arguments that :func:`check_run` and :func:`check_write` look at without reading values from the device: calls alike in it
+    """All of a plain call's arguments that :func:`check_run` and :func:`check_write` look at without reading values from the device: calls alike in it
     pass or fail alike.
     """
     graded = torch.is_grad_enabled()
@@ -47,8 +47,8 @@ def call_signature(*values: object) -> Hashable:
         [  # a generator would take longer
             value
             if value is None
-            else (value.shape, value.stride(), value.dtype, value.device, graded and value.requires_grad)
-            if isinstance(value, Tensor)
+            else (value.shape, value.stride(), value.dtype, value.device, value.is_neg(), graded and value.requires_grad)
+            if type(value) is Tensor
             else (type(value), value)
             if isinstance(value, int | float)
             else object()  # what is neither is like no other

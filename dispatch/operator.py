@@ -70,18 +70,16 @@ def split(name: str, scale: Tensor | float | None) -> tuple[Tensor | None, float
     return None, float(scale)
 
 
-def called_plainly(*values: object) -> bool:
-    """Whether nobody traces, transforms, profiles or intercepts this call, so that it need not pass through the dispatcher, which takes
-    longer than a launch. What is ``None`` or a number does not matter.
-    """
+def undisturbed() -> bool:
+    """Whether nobody traces, transforms, profiles or intercepts calls now."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _get_current_dispatch_mode() is not None:
         return False
-    if torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    for value in values:  # noqa: SIM110  (half the time of a generator)
-        if value is not None and isinstance(value, Tensor) and (type(value) is not Tensor or value.is_neg()):
-            return False
-    return True
+    return not (torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
+
+
+def called_plainly(*values: object) -> bool:
+    """Whether this call need not pass through the dispatcher, which takes longer than a launch. What is ``None`` or a number does not matter."""
+    return undisturbed() and all(type(value) is Tensor and not value.is_neg() if isinstance(value, Tensor) else True for value in values)
 
 
 def expect_tensors(device: torch.device, required: Mapping[str, object], optional: Mapping[str, object]) -> None:

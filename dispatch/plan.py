@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class Plan:
         self._by_class: dict[RowClass, list[Part]] = {}
         self._made: dict[tuple[RowClass | None, str, RowClass | None], Part] = {}  # by class that ran alone, backend, and class of a split route
         self._fixed: Sequence[tuple[RowClass, str] | None] = ()
-        self._checked: set[Hashable] = set()  # calls of a form that was checked for this step
+        self._checked: dict[Hashable, object] = {}  # forms of calls that were checked for this step
         self._prepare(batch)
 
     def refresh(self, batch: Batch) -> None:
@@ -73,14 +73,20 @@ class Plan:
             raise RuntimeError("the plan is half made: its last refresh failed in a backend; refresh it again, or make a new plan")
         check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
         if not attn.synchronise:
-            self._checked.add(call_signature(q, k_cache, v_cache, out, lse, *layer))
+            form = self._checked[call_signature(q, k_cache, v_cache, out, lse, *layer[:5])] = object()
+            layer = layer._replace(form=form)
         self._run(q, k_cache, v_cache, out, lse, only, layer)
 
-    def execute_known(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: object, lse: Tensor | None, only: str | None, layer: LayerArgs) -> bool:
-        """The same without checks, if a call like this one has passed them in this step; otherwise nothing, and false."""
-        if not self._checked or call_signature(q, k_cache, v_cache, out, lse, *layer) not in self._checked:
+    def execute_known(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None, lse: Tensor | None, only: str | None, *layer: Any
+    ) -> bool:
+        """The same without checks, if a plain call like this one has passed them in this step; otherwise nothing, and false. ``layer``: its sinks,
+        slopes and scales.
+        """
+        form = self._checked.get(call_signature(q, k_cache, v_cache, out, lse, *layer)) if self._checked else None
+        if form is None or out is None:
             return False
-        self._run(q, k_cache, v_cache, out, lse, only, layer)  # type: ignore[arg-type]  # of the known form, so a tensor
+        self._run(q, k_cache, v_cache, out, lse, only, LayerArgs._make((*layer, form)))
         return True
 
     def _run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, only: str | None, layer: LayerArgs) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from attnmux.kernels.triton.arguments import FP8_FORMATS, Features, Layer, Lengths, Rows, Work
 from attnmux.kernels.triton.attention import paged_attention
-from attnmux.kernels.triton.call import Held, addresses, alignment, bind, capturing, on
+from attnmux.kernels.triton.call import Bound, Held, addresses, alignment, bind, capturing, on
 from attnmux.kernels.triton.combine import combine, merge
 from attnmux.kernels.triton.config import power_of_two
-from attnmux.kernels.triton.parameters import descriptors, of_attention, of_merging, of_plan, of_write
+from attnmux.kernels.triton.parameters import Descriptors, descriptors, of_attention, of_merging, of_plan, of_write
 from attnmux.kernels.triton.plan import CUT, ITEM, plan_step
 from attnmux.kernels.triton.write import write_cache
 
@@ -73,7 +75,8 @@ def attend(
     features: Features,
     layer: Layer,
     stream: int | None = None,
-) -> None:
+    known: Sequence[Bound] = (),
+) -> Sequence[Bound]:
     """Attention of one launch into ``out`` and ``lse``.
 
     Args:
@@ -82,24 +85,38 @@ def attend(
         out: ``[tokens, Hq, Dv]``; lse: float32 ``[tokens, Hq]``, contiguous, or ``None``.
         rows, work, features, layer: the step, its cut as ``plan`` wrote it, and the layer.
         stream: the current one as a number, where the caller has it.
+        known: what this returned for a call that differs in addresses and contents only.
+
+    Returns:
+        What to launch for such calls; nothing where that is not known.
     """
     by = descriptors(k, v, q.shape[2], out.shape[2], rows, work, features) if features.descriptors else (None, None)
     values = addresses((q, k, v, out, lse, *layer, rows.table, *rows.masks(), work.slot_out, work.slot_lse))
-    strides = q.stride(), k.stride(), v.stride(), out.stride(), rows.table.stride()
-    key = (alignment(*values[:4]), strides, lse is None, rows.row_spans is None, rows.groups, by[0] is None, layer.form())
+    aligned = alignment(*values[:4])
     with on(q.device):
-        held = work.held.get(key)
-        if held is None:
-            held = bind(
-                paged_attention, (work.items.shape[0] * k.shape[-2], 1, 1), of_attention(q, k, v, out, lse, rows, work, features, layer, by), _CHANGES
-            )
-            if work.slot_lse.shape[0]:
-                held += bind(combine, *of_merging(out, lse, k.shape[-2], work, features, layer), _CHANGES)
-            if held:
-                work.held[key] = held
-            return
-        for bound in held:
+        if not known or aligned is not True:
+            strides = q.stride(), k.stride(), v.stride(), out.stride(), rows.table.stride()
+            key = (aligned, strides, lse is None, rows.row_spans is None, rows.groups, by[0] is None, layer.form())
+            known = work.held.get(key, ())
+            if not known:
+                known = _attend_first(q, k, v, out, lse, rows, work, features, layer, by)
+                if known:
+                    work.held[key] = known
+                return ()
+        for bound in known:
             bound((*values, *by), stream)
+    return known if aligned is True else ()
+
+
+def _attend_first(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, rows: Rows, work: Work, features: Features, layer: Layer, by: Descriptors
+) -> list[Bound]:
+    """Launch through Triton: the attention kernel, and the one that merges if there may be anything to merge."""
+    kv_heads = k.shape[-2]
+    bound = bind(paged_attention, (work.items.shape[0] * kv_heads, 1, 1), of_attention(q, k, v, out, lse, rows, work, features, layer, by), _CHANGES)
+    if work.slot_lse.shape[0]:
+        bound += bind(combine, *of_merging(out, lse, kv_heads, work, features, layer), _CHANGES)
+    return bound
 
 
 def store(

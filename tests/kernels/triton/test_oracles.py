@@ -241,23 +241,27 @@ def test_descriptors_read_what_pointers_read(layout, changes, machine, device, a
         assert answers[0].same_bits(answers[1], slice(0, n), slice(0, n))
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16, 24, 64])
+@pytest.mark.parametrize("page_size", [1, 16, 24, 64])
 @pytest.mark.parametrize(
-    "changes", [{}, {"sliding_window": 90}, {"rswa_window": 20}, {"mm_prefix": "override_window"}], ids=lambda c: "-".join(c) or "plain"
+    "changes",
+    [{}, {"sliding_window": 30, "softcap": 20.0}, {"rswa_window": 20}, {"mm_prefix": "override_window", "alibi": "linear"}],
+    ids=lambda c: "-".join(c) or "plain",
 )
 def test_page_ids_read_ahead_lead_to_the_same_pages(page_size, changes, machine, device, attend, cpu, monkeypatch):
-    """However many tiles ahead, over items that begin anywhere, and with the pages of their first tiles in them or not."""
+    """However many tiles ahead, over items that begin anywhere and hold the pages of their first tiles or not."""
     spec = PLAIN.replace(dtype=torch.float16, page_size=page_size, return_lse=True, **changes)
-    rows = (Row(1, 300, prefix_len=40), Row(3, 128), Row(40, 210, ((100, 200),), prefix_len=190), Row(0, 9), Row(2, 0), Row(1, 20))
+    rows = (Row(1, 130, prefix_len=40), Row(3, 40), Row(24, 90, ((40, 85),), prefix_len=78), Row(0, 9), Row(2, 0), Row(1, 20))
     case = make_case(spec, rows, device=device)
     answers = []
     for ahead in (0, 1, 2):
         with monkeypatch.context() as patch:
             patch.setattr(triton_backend, "launch_config", lambda *args, ahead=ahead: dataclasses.replace(launch_config(*args), prefetch=ahead))
             answers.append(attend(case, backend=TritonBackend(spec, machine, {"programs": 8})))
-    expect_close(case, answers[0], oracle(cpu(case)))
-    n = case.batch.num_tokens
-    assert all(answers[0].same_bits(answer, slice(0, n), slice(0, n)) for answer in answers[1:])
+    want, n = oracle(cpu(case)), case.batch.num_tokens
+    for answer in answers:
+        expect_close(case, answer, want)
+    if INTERPRETED:  # a compiler may order additions as it likes
+        assert all(answers[0].same_bits(answer, slice(0, n), slice(0, n)) for answer in answers[1:])
 
 
 @pytest.mark.parametrize("page_size", [3, 8, 16, 48])
