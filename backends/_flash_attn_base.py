@@ -57,7 +57,7 @@ class FlashAttnBackend(Backend):
         earlier: Step | None = previous if self.limits is not None else None  # without limits nothing is captured
         raw, stream = current_stream(self._torch_device)
         most = earlier.max_query_len if earlier else longest_query(self.spec, batch, self.limits)
-        longest = self.limits.max_seq_len if self.limits else max(batch.key_lens, default=0)
+        longest = self.limits.max_seq_len if self.limits else batch.longest_keys
         columns = columns_for(self.spec, longest, most)
         step = step_of(self.spec, batch, most, columns)
         if earlier is not None:

@@ -77,7 +77,7 @@ class Step:
 
 def longest_query(spec: AttentionSpec, batch: Batch, limits: Limits | None) -> int:
     """Query tokens of a row at most: of this batch, or within limits of any that may be planned into the same state."""
-    top = max(batch.query_lens, default=0)
+    top = batch.longest_query
     if limits is None:
         return max(top, 1)
     if spec.attn_type != "encoder_only" and top <= MAX_DECODE_TOKENS:  # decode rows stay decode rows

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.device import Device
 from attnmux.dispatch.rows import classify
-from attnmux.dispatch.spec import DTYPE_NAMES, AttentionSpec
+from attnmux.dispatch.spec import DTYPE_NAMES, AttentionSpec, Limits
 from attnmux.kernels.triton import launch
 
 
@@ -68,6 +68,25 @@ def features_of(spec: AttentionSpec, device: Device) -> launch.Features:
     )
 
 
+def rows_of(spec: AttentionSpec, batch: Batch, device: torch.device) -> launch.Rows:
+    """The batch's own tensors, and its spans on the device."""
+    table = batch.block_table if batch.block_table is not None else batch.kv_start_loc
+    assert table is not None  # checked with the batch
+    starts, row_spans, groups = span_tables(spec, batch) if batch.mm_spans is not None else ([], [], False)
+
+    def on_device(values: list[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+
+    return launch.Rows(
+        table=table if table.stride(-1) == 1 else table.contiguous(),  # kernels read neighbours; a row may begin anywhere
+        prefix_lens=None if batch.prefix_lens is None else batch.prefix_lens.contiguous(),
+        causal=None if batch.causal is None else batch.causal.contiguous(),
+        row_span_start=on_device(starts) if row_spans else None,
+        row_spans=on_device(row_spans) if row_spans else None,
+        groups=groups,
+    )
+
+
 def span_tables(spec: AttentionSpec, batch: Batch) -> tuple[list[int], list[list[int]], bool]:
     """Row starts into a flat list of ``[start, end, group]``, and whether any span has a group.
 
@@ -81,6 +100,36 @@ def span_tables(spec: AttentionSpec, batch: Batch) -> tuple[list[int], list[list
             flat.append([start, end, -1 if group is None else numbers.setdefault(group, len(numbers))])
         starts.append(len(flat))
     return starts, flat, grouped
+
+
+def kept(given: launch.Rows, earlier: launch.Rows | None, limits: Limits | None, page_size: int) -> launch.Rows:
+    """What layers read of a batch, in buffers of ours; with limits as large as those, since a graph may hold them, and filled anew by every plan.
+
+    To be called behind the plan kernel, whose tables attention reads while the launch before it may still run: so that must be another, and copying
+    the block table is one.
+    """
+    seqs, columns = given.table.shape[0], given.table.shape[1:]
+    if limits is not None:
+        seqs = limits.max_num_seqs + (0 if columns else 1)  # starts have an end
+        columns = torch.Size([-(-limits.max_seq_len // page_size)] if columns else [])
+    table = _copy(given.table, earlier.table if earlier else None, (seqs, *columns))
+    if not given.table.numel():  # that launched nothing
+        torch.zeros(1, device=table.device)
+    prefix, causal = given.prefix_lens, given.causal
+    if limits is not None:
+        prefix = None if prefix is None else _copy(prefix, earlier.prefix_lens if earlier else None, (seqs,))
+        causal = None if causal is None else _copy(causal, earlier.causal if earlier else None, (seqs,))
+    return launch.Rows(table, prefix, causal, given.row_span_start, given.row_spans, given.groups)
+
+
+def _copy(new: Tensor, held: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """What fits of ``new`` into ``held``, or into a buffer of that shape; a table may be wider than it need be."""
+    buffer = torch.empty(shape, dtype=new.dtype, device=new.device) if held is None else held
+    if new.shape == buffer.shape:
+        return buffer.copy_(new, non_blocking=True)
+    part = tuple(slice(min(n, m)) for n, m in zip(new.shape, shape, strict=True))
+    buffer[part].copy_(new[part], non_blocking=True)
+    return buffer
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class FlashAttn3Backend(FlashAttnBackend):
             return 1
         tiles = self.spec.num_kv_heads * sum(-(-n * self.spec.group // 128) for n in batch.query_lens)
         programs = torch.cuda.get_device_properties(self._torch_device).multi_processor_count if self._torch_device.type == "cuda" else 1
-        return max(1, min(programs // max(1, tiles), max(batch.key_lens, default=0) // KEYS_A_SPLIT, MOST_SPLITS))
+        return max(1, min(programs // max(1, tiles), batch.longest_keys // KEYS_A_SPLIT, MOST_SPLITS))
 
     def _takes_sinks(self, sinks: Tensor) -> bool:
         return self._kernel_sinks and sinks.dtype == torch.bfloat16

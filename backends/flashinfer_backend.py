@@ -133,7 +133,7 @@ class FlashInferBackend(Backend):
 
     def _launches(self, batch: Batch, scratch: Tensor, old: list[Launch]) -> list[Launch]:
         """One launch a kind of rows, so that text pays for no span and short rows for no long one."""
-        longest = max(batch.query_lens, default=0)
+        longest = batch.longest_query
         if self._graphs() and longest <= MAX_DECODE_TOKENS and all(c in (None, "decode") for c in classify(self.spec, batch)):
             return self._captured(batch, scratch, longest, old)
         groups = group_rows(self._kinds(batch), batch.query_lens)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnmux.backends._triton_step import Room, State, features_of, multiprocessors, room_for, span_tables
+from attnmux.backends._triton_step import Room, State, features_of, kept, multiprocessors, room_for, rows_of
 from attnmux.backends._triton_warmup import SPANS, layers, one_row, pools
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
@@ -65,14 +65,14 @@ class TritonBackend(Backend):
             for event in earlier.used.values():
                 stream.wait_event(event)
         self._owner = self._owner or stream
-        given, work = self._rows(batch), dict(earlier.work) if earlier else {}
-        for kind, longest in self._longest(batch.query_lens).items():
+        given, work = rows_of(self.spec, batch, self._torch_device), dict(earlier.work) if earlier else {}
+        for kind, longest in self._longest(batch).items():
             if kind not in work:
                 work[kind] = self._work(kind, longest, batch, workspace if stream == self._owner else None)
         lens = launch.Lengths(batch.num_seqs, batch.query_start_loc.contiguous(), batch.seq_lens.contiguous())
         for each in work.values():
             launch.plan(given, lens, each, self._features, self.spec.group, self._launch_on(raw))
-        rows = self._kept(given, earlier)
+        rows = kept(given, earlier.rows if earlier else None, self.limits, self.spec.page_size or 1)
         if stream is None or capturing:  # what a graph records is no event for anyone else
             return State(rows, work, raw, stream, earlier.ready if earlier else None)
         ready = earlier.ready if earlier and earlier.ready else torch.get_device_module(self._torch_device).Event()
@@ -112,13 +112,13 @@ class TritonBackend(Backend):
     def _kind(self, query_len: int) -> str:
         return "decode" if query_len <= MAX_DECODE_TOKENS and self.spec.attn_type != "encoder_only" else "prefill"
 
-    def _longest(self, query_lens: Sequence[int]) -> dict[str, int]:
-        """Kinds of launches that rows of so many query tokens need, each with its longest row."""
-        top = max(query_lens, default=0)
+    def _longest(self, batch: Batch) -> dict[str, int]:
+        """Kinds of launches that a batch needs, each with its longest row."""
+        top = batch.longest_query
         if top and self._kind(top) == "decode":
             return {"decode": top}
         found = {"prefill": top} if top else {}
-        few = max((n for n in query_lens if n <= MAX_DECODE_TOKENS), default=0)
+        few = max((n for n in batch.query_lens if n <= MAX_DECODE_TOKENS), default=0)
         return found | ({self._kind(few): max(few, found.get(self._kind(few), 0))} if few else {})
 
     def _reachable(self, limits: Limits) -> dict[tuple[str, LaunchConfig], int]:
@@ -147,7 +147,7 @@ class TritonBackend(Backend):
         if self.limits is None:
             block_q = config.block_m // self.spec.group
             blocks = sum(-(-n // block_q) for n in batch.query_lens if n and self._kind(n) == kind)
-            room = self._room(kind, config, blocks, max(batch.key_lens, default=0))
+            room = self._room(kind, config, blocks, batch.longest_keys)
         else:
             room = self._room_within(kind, config, self.limits)
         lens = (
@@ -198,51 +198,6 @@ class TritonBackend(Backend):
         lses = slots * shape[1] * shape[2]
         return flat[lses:].view(*shape, self.spec.v_head_size), flat[:lses].view(shape)
 
-    def _rows(self, batch: Batch) -> launch.Rows:
-        """The batch's own tensors."""
-        table = batch.block_table if batch.block_table is not None else batch.kv_start_loc
-        assert table is not None  # checked with the batch
-        if table.stride(-1) != 1:  # kernels read neighbours; a row may begin anywhere
-            table = table.contiguous()
-        prefix, causal = (None if each is None else each.contiguous() for each in (batch.prefix_lens, batch.causal))
-        starts, row_spans, groups = span_tables(self.spec, batch) if batch.mm_spans is not None else ([], [], False)
-        return launch.Rows(
-            table=table,
-            prefix_lens=prefix,
-            causal=causal,
-            row_span_start=self._to_device(starts) if row_spans else None,
-            row_spans=self._to_device(row_spans) if row_spans else None,
-            groups=groups,
-        )
-
-    def _kept(self, given: launch.Rows, earlier: State | None) -> launch.Rows:
-        """What layers read of the batch, in buffers of ours; with limits as large as those, since a graph may hold them, and filled anew by every plan.
-
-        Copied behind the plan kernel: attention reads that one's tables while the launch before it may still run, so that must be another.
-        """
-        limits, old, seqs = self.limits, earlier.rows if earlier else None, given.table.shape[0]
-        columns: tuple[int, ...] = given.table.shape[1:]
-        if limits is not None:
-            seqs = limits.max_num_seqs + (not columns)
-            columns = tuple(-(-limits.max_seq_len // (self.spec.page_size or 1)) for _ in columns)
-
-        def own(new: Tensor, held: Tensor | None, *shape: int) -> Tensor:
-            buffer = torch.empty(shape, dtype=new.dtype, device=new.device) if held is None else held
-            if new.shape == buffer.shape:
-                return buffer.copy_(new, non_blocking=True)
-            part = tuple(slice(min(n, m)) for n, m in zip(new.shape, shape, strict=True))  # a table may be wider than it need be
-            buffer[part].copy_(new[part], non_blocking=True)
-            return buffer
-
-        table = own(given.table, old.table if old else None, seqs, *columns)
-        if not given.table.numel():  # nothing was copied
-            torch.zeros(1, device=table.device)
-        prefix, causal = given.prefix_lens, given.causal
-        if limits is not None:
-            prefix = None if prefix is None else own(prefix, old.prefix_lens if old else None, limits.max_num_seqs)
-            causal = None if causal is None else own(causal, old.causal if old else None, limits.max_num_seqs)
-        return replace(given, table=table, prefix_lens=prefix, causal=causal)
-
     def _raw_stream(self) -> int:
         """The current stream as a number, which is had sooner than the object."""
         if self._torch_device.type == "cuda":
@@ -257,9 +212,6 @@ class TritonBackend(Backend):
     def _launch_on(self, raw: int) -> int | None:
         """The stream as Triton takes it: elsewhere it is not the number that streams are told apart by."""
         return raw if self._torch_device.type == "cuda" else None
-
-    def _to_device(self, values: list[Any]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self._torch_device, non_blocking=True)
 
     def _inputs(self, layer: LayerArgs) -> launch.Layer:
         sinks, slopes, q_scale, k_scale, v_scale, _ = layer

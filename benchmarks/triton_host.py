@@ -1,4 +1,4 @@
-"""Host time of the Triton backend on a GPU: ``plan`` of a batch, and an eager ``run`` whose kernels are compiled.
+"""Host time of the Triton backend on a GPU: ``plan`` of a batch, and eager ``run`` and ``write_kv`` whose kernels are compiled.
 
     python benchmarks/triton_host.py
 
@@ -32,8 +32,8 @@ def microseconds(call: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def measure(query_lens: list[int], keys: int) -> tuple[float, float, float]:
-    """``(a new plan, a plan into an old one, run)`` for rows of so many query tokens and ``keys`` keys."""
+def measure(query_lens: list[int], keys: int) -> tuple[float, float, float, float]:
+    """``(a new plan, a plan into an old one, run, write_kv)`` for rows of so many query tokens and ``keys`` keys."""
     spec = attnmux.AttentionSpec(num_q_heads=32, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
     seqs, tokens = len(query_lens), sum(query_lens)
     limits = attnmux.Limits(max_num_seqs=seqs, max_num_tokens=tokens, max_seq_len=keys, max_query_len=max(query_lens))
@@ -52,7 +52,10 @@ def measure(query_lens: list[int], keys: int) -> tuple[float, float, float]:
 
     plan = attention.plan(batch())
     new, into = microseconds(lambda: attention.plan(batch())), microseconds(lambda: attention.plan(batch(), into=plan))
-    return new, into, microseconds(lambda: attention.run(q, k, v, plan, out=out))
+    new_keys = torch.zeros(tokens, 8, 128, dtype=torch.bfloat16, device="cuda")
+    slots = torch.arange(tokens, device="cuda")
+    write = microseconds(lambda: attention.write_kv(new_keys, new_keys, k, v, slots))
+    return new, into, microseconds(lambda: attention.run(q, k, v, plan, out=out)), write
 
 
 def main() -> None:
@@ -65,8 +68,8 @@ def main() -> None:
         ("prefill, 1 row of 64", [64], 64),
         ("mixed, 1 + 63 rows", [64] + [1] * 63, 512),
     ):
-        new, into, run = measure(query_lens, keys)
-        print(f"{name:22} new plan {new:6.1f}   plan into {into:6.1f}   run {run:6.1f}")
+        new, into, run, write = measure(query_lens, keys)
+        print(f"{name:22} new plan {new:6.1f}   plan into {into:6.1f}   run {run:6.1f}   write_kv {write:6.1f}")
 
 
 if __name__ == "__main__":

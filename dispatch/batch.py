@@ -44,6 +44,8 @@ class Batch:
     lengths: Lengths = "exact"
     _query_lens: list[int] | None = field(default=None, init=False, repr=False)
     _seq_lens: list[int] | None = field(default=None, init=False, repr=False)
+    _longest_query: int | None = field(default=None, init=False, repr=False)
+    _longest_keys: int | None = field(default=None, init=False, repr=False)
 
     @property
     def num_seqs(self) -> int:
@@ -69,9 +71,23 @@ class Batch:
                 self._seq_lens = self.seq_lens.tolist()
         return self._seq_lens
 
+    @property
+    def longest_query(self) -> int:
+        """Query tokens of the longest row."""
+        if self._longest_query is None:
+            self._longest_query = max(self.query_lens, default=0)
+        return self._longest_query
+
+    @property
+    def longest_keys(self) -> int:
+        """Keys of the longest row, as :attr:`key_lens` has them."""
+        if self._longest_keys is None:
+            self._longest_keys = max(self.key_lens, default=0)
+        return self._longest_keys
+
     def forget(self) -> None:
         """Drop what was copied to the host: the tensors may have been filled anew since."""
-        self._query_lens = self._seq_lens = None
+        self._query_lens = self._seq_lens = self._longest_query = self._longest_keys = None
 
     @property
     def num_tokens(self) -> int:

@@ -93,8 +93,8 @@ def _check_lengths(spec: AttentionSpec, batch: Batch) -> None:
     needs_host = capacity is not None or decoder_like
     if not needs_host:
         return
-    fits = capacity is None or max(batch.key_lens, default=0) <= capacity
-    if fits and not (decoder_like and min(batch.key_lens, default=0) < max(batch.query_lens, default=0)):
+    fits = capacity is None or batch.longest_keys <= capacity
+    if fits and not (decoder_like and min(batch.key_lens, default=0) < batch.longest_query):
         return  # the usual case, told without comparing row by row
     for row, (q_len, kv_len) in enumerate(zip(batch.query_lens, batch.key_lens, strict=True)):
         if capacity is not None and kv_len > capacity and q_len:
@@ -144,14 +144,14 @@ def _is_sequence(value: object) -> bool:
 
 
 def _check_limits(batch: Batch, limits: Limits) -> None:
-    longest = max(batch.key_lens, default=0)
+    longest = batch.longest_keys
     if longest > limits.max_seq_len:
         longest = max(map(operator.mul, batch.key_lens, map(bool, batch.query_lens)))  # only rows with tokens count
     asked = {
         "max_num_seqs": batch.num_seqs,
         "max_num_tokens": batch.num_tokens,
         "max_seq_len": longest,
-        "max_query_len": max(batch.query_lens, default=0),
+        "max_query_len": batch.longest_query,
     }
     for name, value in asked.items():
         if value > getattr(limits, name):

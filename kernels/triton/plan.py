@@ -215,7 +215,7 @@ def plan_step(
 @triton.jit
 def of_class(length, most):
     """``[L, CLASSES]``, 1 where the length belongs: those of ``most`` tiles to the first class."""
-    shortness = CLASSES - 1 - (length.to(tl.int64) * CLASSES // (most + 1)).to(tl.int32)
+    shortness = CLASSES - 1 - (length.to(tl.uint32) * CLASSES // (most + 1).to(tl.uint32)).to(tl.int32)  # 64 bits take long to divide
     return (shortness[:, None] == tl.arange(0, CLASSES)[None, :]).to(tl.int32)
 
 

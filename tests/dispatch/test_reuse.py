@@ -171,6 +171,58 @@ def test_what_was_checked_once_is_checked_again_in_another_form() -> None:
         attn.run(q, pool, pool, plan, out=out, sinks=sinks)
 
 
+def test_calls_alike_in_all_but_addresses_have_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    attn = Attention(SPEC, "cpu", limits=Limits(4, 64, 64, 32))
+    attn.synchronise = False
+    q, pool, batch = step(1, 2)
+    plan, out = attn.plan(batch), torch.empty(3, 2, 8)
+    backend, forms = attn.backend(plan.routes["decode"][0]), []
+    inner = backend.run
+    monkeypatch.setattr(backend, "run", lambda *args: (forms.append(args[-1].form), inner(*args)))
+    for _ in range(2):
+        attn.run(q.clone(), pool, pool.clone(), plan, out=out.clone())
+    attn.run(q, pool, pool, plan, out=torch.empty(3, 4, 8)[:, ::2])
+    attn.plan(batch, into=plan)
+    attn.run(q, pool, pool, plan, out=out)
+    assert forms[0] is forms[1] and len({None, *map(id, forms)}) == 4  # another stride, another step
+
+
+def test_a_write_that_was_checked_once_is_checked_again_in_another_form() -> None:
+    attn = Attention(SPEC, "cpu")
+    attn.synchronise = False  # as on a GPU
+    pool, new = torch.zeros(2, 16, 2, 8), torch.ones(3, 2, 8)
+    good = {"k": new, "v": new, "k_cache": pool, "v_cache": pool.clone(), "slot_mapping": torch.tensor([3, -1, 17])}
+    for _ in range(2):
+        good["k_cache"].zero_()
+        attn.write_kv(**good)
+        assert int(pool.sum()) == 32
+    assert len(attn._written) == 1
+    wrong = [
+        {"k": new.double()},
+        {"v": new[:, :1]},
+        {"k_cache": pool[:, :8]},
+        {"slot_mapping": torch.tensor([1, 2, 3, 4])},
+        {"slot_mapping": torch.tensor([1, 2, 3], dtype=torch.int32)},
+        {"k_scale": 1.0},
+        {"k": torch.nn.Parameter(new)},
+    ]
+    pool.fill_(7)
+    for change in wrong:
+        with pytest.raises((ValueError, TypeError)):
+            attn.write_kv(**{**good, **change})
+        assert bool((pool == 7).all()), change
+
+
+def test_forms_of_writes_are_forgotten_before_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnmux.dispatch.attention.WRITTEN_FORMS", 3)
+    attn, pool = Attention(SPEC, "cpu"), torch.zeros(2, 16, 2, 8)
+    attn.synchronise = False
+    for tokens in range(1, 8):
+        attn.write_kv(torch.ones(tokens, 2, 8), torch.ones(tokens, 2, 8), pool, pool.clone(), torch.arange(tokens))
+        assert 1 <= len(attn._written) <= 3
+    assert int(pool.sum()) == 7 * 16
+
+
 def test_who_traces_profiles_or_negates_meets_the_operator() -> None:
     attn = Attention(SPEC, "cpu")
     q, pool, batch = step(1, 2)
