@@ -12,7 +12,8 @@ from attnmux.kernels.triton.attention import paged_attention
 from attnmux.kernels.triton.call import Bound, Held, addresses, alignment, bind, capturing, on
 from attnmux.kernels.triton.combine import combine, merge
 from attnmux.kernels.triton.config import power_of_two
-from attnmux.kernels.triton.parameters import Descriptors, descriptors, of_attention, of_merging, of_plan, of_write
+from attnmux.kernels.triton.descriptors import Descriptors, descriptors
+from attnmux.kernels.triton.parameters import of_attention, of_merging, of_plan, of_write
 from attnmux.kernels.triton.plan import CUT, ITEM, plan_step
 from attnmux.kernels.triton.write import write_cache
 

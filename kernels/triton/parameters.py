@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnmux.kernels.triton.arguments import FP8_FORMATS, Features, Layer, Lengths, Rows, Work
-from attnmux.kernels.triton.config import LaunchConfig, described, power_of_two
+from attnmux.kernels.triton.config import LaunchConfig, power_of_two
+from attnmux.kernels.triton.descriptors import Descriptors, as_bytes
 from attnmux.kernels.triton.plan import ITEM, ITEM_PAGES
 
 LANES = 256
@@ -21,9 +21,6 @@ WRITTEN = 2048
 """Elements of keys that a program writes, about."""
 
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-Descriptors = tuple[TensorDescriptor | None, TensorDescriptor | None]
-"""Of the keys and of the values, where the launch reads by them."""
 
 
 def of_plan(rows: Rows, lens: Lengths, work: Work, features: Features, group: int) -> dict[str, Any]:
@@ -213,38 +210,9 @@ def of_write(
     return (slots.shape[0], triton.cdiv(heads, block_h), 1), arguments
 
 
-def descriptors(k: Tensor, v: Tensor, size: int, v_size: int, rows: Rows, work: Work, features: Features) -> Descriptors:
-    """Tensor descriptors of the pools, if a page holds the tile and they can be described; for targets that read by them."""
-    if not described(work.config, features.page_size):
-        return None, None
-    if rows.groups:  # Triton 3.6 reads wrong tiles by them in the loop over spans, which isn't pipelined
-        return None, None
-    block_d, block_dv = power_of_two(size), power_of_two(v_size)
-    if not (describable(k, block_d) and describable(v, block_dv)):
-        return None, None
-    return descriptor(k, work.config.block_n, block_d), descriptor(v, work.config.block_n, block_dv)
-
-
-def describable(cache: Tensor, block: int) -> bool:
-    """Whether a tensor descriptor can stand for the pages: everything on 16 bytes, and at most 256 elements a row."""
-    places = (cache.data_ptr(), *(stride * cache.element_size() for stride in cache.stride()[:3]))
-    return block <= 256 and all(place % 16 == 0 for place in places)
-
-
-def descriptor(cache: Tensor, block_n: int, block: int) -> TensorDescriptor:
-    """The pages as ``[pages, Hkv, page, SIZE]``, whatever their layout, of which a load takes ``block_n`` keys of one head."""
-    view = as_bytes(cache).transpose(1, 2)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, block_n, block])
-
-
 def page_strides(cache: Tensor) -> tuple[int, ...]:
     """Strides of page, key and head; of packed keys, the "page" is the first key of the row."""
     return cache.stride()[:3] if cache.dim() == 4 else (cache.stride(0), *cache.stride()[:2])
-
-
-def as_bytes(cache: Tensor) -> Tensor:
-    """What kernels take for fp8, which not every target knows."""
-    return cache.view(torch.uint8) if cache.dtype in FP8_FORMATS else cache
 
 
 def _flags(values: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnmux.kernels.triton import launch, parameters
+from attnmux.kernels.triton import descriptors, launch, parameters
 from attnmux.kernels.triton.tiles import load_tile, tile_of, tile_pages
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -73,9 +73,9 @@ def read(pool, table, want, bounds, page_size, device, *, masked=True, zero=True
     out = torch.full((HEADS, tiles * N, block), torch.nan, device=device)
     page, key, head = parameters.page_strides(pool)
     code = launch.FP8_FORMATS.get(pool.dtype, 0)
-    described = parameters.descriptor(pool, N, block) if descriptor else None
+    described = descriptors.descriptor(pool, N, block) if descriptor else None
     _tiles[(1,)](
-        parameters.as_bytes(pool), described, table.to(device), out, tiles, first_key, page, key, head, *bounds,
+        descriptors.as_bytes(pool), described, table.to(device), out, tiles, first_key, page, key, head, *bounds,
         HEADS, masked, zero, page_size, pool.shape[-1], code, N, block,
     )  # fmt: skip
     return out.cpu()
@@ -141,7 +141,7 @@ def test_descriptors_read_what_pointers_read(name, hnd, dtype, machine, device):
     for page_size, size, block in ((16, 16, 16), (48, 48, 64)):
         seen = visible(bounds, KEYS)
         pool, table, want = paged(page_size, size, seen, dtype, hnd)
-        assert parameters.describable(pool, block)
+        assert descriptors.describable(pool, block)
         table[table == NEVER] = 0  # an entry that is asked for is read whole
         got = read(pool, table, want, bounds, page_size, device, descriptor=True, block=block)
         assert torch.equal(got, read(pool, table, want, bounds, page_size, device, block=block))
