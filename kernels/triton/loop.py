@@ -78,7 +78,7 @@ def attend_tiles(
         if PREFETCH == 0:
             page = tile_pages(row_table_ptr, tile, i < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N)
         elif PREFETCH == 1:
-            next_page = tile_pages(
+            page_ahead = tile_pages(
                 row_table_ptr, tile_of(i + 1, head_tiles, start_tile), i + 1 < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
             )  # fmt: skip
         k = load_tile(
@@ -119,7 +119,7 @@ def attend_tiles(
         # The next page as it is, since no page and no key is negative, but computed: Triton's pipeline passes on no values that are not; and with
         # each lane's own keys, or ptxas would wait for it here, to move it to a uniform register.
         if PREFETCH == 1:
-            page = next_page
+            page = page_ahead
         elif PREFETCH == 2:
             page = tl.maximum(next_page, tl.where(key >= 0, 0, 1) if PAGE_SIZE % BLOCK_N != 0 else 0)
             next_page = tile_pages(

@@ -14,7 +14,7 @@ from attnmux.kernels.triton.config import LaunchConfig, power_of_two
 from attnmux.kernels.triton.descriptors import Descriptors, as_bytes
 from attnmux.kernels.triton.plan import ITEM, ITEM_PAGES
 
-LANES = 256
+LANES = 128
 """Rows, units or items that the plan looks at side by side."""
 
 WRITTEN = 2048
