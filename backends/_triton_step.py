@@ -64,6 +64,7 @@ def features_of(spec: AttentionSpec, device: Device) -> launch.Features:
         scale_by_head=spec.kv_scale == "head",
         fp8_native=native,
         descriptors="tma" in device.features and spec.dtype == spec.kv_dtype != torch.float32,  # others pass through registers in any case
+        registers=65536 if device.type == "cuda" else 0,
         dependents="tma" in device.features,  # both came with Hopper
     )
 

@@ -38,6 +38,7 @@ class Features:
         page_size: 0 for packed keys.
         fp8_native: whether the target converts the cache's fp8 format itself; otherwise bytes are decoded with integer operations.
         descriptors: whether the target copies tiles by tensor descriptors (TMA); taken where a page holds a tile.
+        registers: of a multiprocessor, where the target's compiler takes a bound for a thread (NVIDIA's); 0: it does not.
         dependents: whether the target launches a kernel while the one before still runs (programmatic dependent launch).
     """
 
@@ -56,6 +57,7 @@ class Features:
     scale_by_head: bool = False
     fp8_native: bool = False
     descriptors: bool = False
+    registers: int = 0
     dependents: bool = False
 
 

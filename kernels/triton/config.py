@@ -19,7 +19,6 @@ class LaunchConfig:
         descriptors: whether tensor descriptors copy the tiles where the device has them and a page holds the tile.
         swap: whether keys and values, not queries, lie along the long side of the matrix unit, which takes 64 rows or more on Hopper.
         source: the measurement or reason behind the row of the table.
-        registers: of a thread, at most, so that so many programs find room; 0: as the compiler likes.
     """
 
     block_m: int
@@ -32,7 +31,6 @@ class LaunchConfig:
     descriptors: bool
     swap: bool
     source: str
-    registers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +156,7 @@ def launch_config(
             config = replace(config, block_m=config.block_m // 2)
         else:
             return None
-    return replace(config, registers=_registers(config)) if target.type == "cuda" else config
-
-
-def _registers(config: LaunchConfig) -> int:
-    """Registers of a thread with which ``programs`` of them find room on an NVIDIA multiprocessor; 0 where any number does."""
-    most = 65536 // (32 * config.num_warps * config.programs) // 8 * 8
-    return most if most < 255 else 0
+    return config
 
 
 def _measured(target: Target, kind: str, size: int, element: int, kv_element: int, page_size: int) -> LaunchConfig | None:

@@ -46,7 +46,8 @@ _WRITE_CHANGES = ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "slots_ptr", "
 
 
 def plan(rows: Rows, lens: Lengths, work: Work, features: Features, group: int, stream: int | None = None) -> None:
-    """Cut a step: write the tables of ``work`` from the lengths on the device. One small launch.
+    """Cut a step: write the tables of ``work`` from the lengths on the device. One small launch, after which another one, of any kernel or copy, must
+    come before ``attend``: that reads the tables while the launch before it may still run.
 
     Args:
         rows, lens, work, features: the step, its lengths, its tables, and the layers' attention.

@@ -58,12 +58,11 @@ def attend_tiles(
         )
     if FIRST == 0:
         page = tile_pages(
-            row_table_ptr, tile_of(begin, head_tiles, start_tile), begin < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
+            row_table_ptr, begin, end, head_tiles, start_tile, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
         )  # fmt: skip
     if FIRST == 0 and PREFETCH == 2:
         next_page = tile_pages(
-            row_table_ptr, tile_of(begin + 1, head_tiles, start_tile), begin + 1 < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE,
-            BLOCK_N,
+            row_table_ptr, begin + 1, end, head_tiles, start_tile, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
         )  # fmt: skip
     for i in range(begin, end):
         tile = tile_of(i, head_tiles, start_tile)
@@ -76,10 +75,10 @@ def attend_tiles(
                 seen = seen & (tl.max(mask.to(tl.int32), axis=0) > 0)
         # A load that waits for another one in the same round would halve the pipeline.
         if PREFETCH == 0:
-            page = tile_pages(row_table_ptr, tile, i < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N)
+            page = tile_pages(row_table_ptr, i, end, head_tiles, start_tile, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N)
         elif PREFETCH == 1:
             page_ahead = tile_pages(
-                row_table_ptr, tile_of(i + 1, head_tiles, start_tile), i + 1 < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
+                row_table_ptr, i + 1, end, head_tiles, start_tile, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
             )  # fmt: skip
         k = load_tile(
             k_ptr, k_descriptor, page, tile, first_key, kv_head, stride_k_page, stride_k_key, seen,
@@ -123,6 +122,6 @@ def attend_tiles(
         elif PREFETCH == 2:
             page = tl.maximum(next_page, tl.where(key >= 0, 0, 1) if PAGE_SIZE % BLOCK_N != 0 else 0)
             next_page = tile_pages(
-                row_table_ptr, tile_of(i + 2, head_tiles, start_tile), i + 2 < end, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
+                row_table_ptr, i + 2, end, head_tiles, start_tile, prefix_max, lo_min, hi_max, MASKED, LEFT, RSWA, PAGE_SIZE, BLOCK_N
             )  # fmt: skip
     return acc, top, total

@@ -56,6 +56,7 @@ def of_plan(rows: Rows, lens: Lengths, work: Work, features: Features, group: in
         "FIRST": _first_pages(work.config, features),
         "L": LANES,
         "num_warps": 8,
+        **_at_most(248, features),  # left alone, ptxas of CUDA 13 takes 80 and spills
     }
 
 
@@ -125,7 +126,7 @@ def of_attention(
         "BLOCK_DV": power_of_two(out.shape[2]),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
-        **({"maxnreg": config.registers} if config.registers else {}),
+        **_at_most(features.registers // (32 * config.num_warps * config.programs), features),
         **_early(features),
     }
 
@@ -226,6 +227,11 @@ def _first_pages(config: LaunchConfig, features: Features) -> int:
         return 0
     count = max(1, tile // page)
     return count if 2 * count <= ITEM.value - ITEM_PAGES.value else 0
+
+
+def _at_most(registers: int, features: Features) -> dict[str, int]:
+    """The launch option that bounds the registers of a thread, where there is one and it bounds anything."""
+    return {"maxnreg": registers // 8 * 8} if features.registers and registers < 255 else {}
 
 
 def _early(features: Features) -> dict[str, bool]:

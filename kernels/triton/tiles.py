@@ -28,8 +28,10 @@ def in_sight(key, count, prefix_max, lo_min, hi_max, LEFT: tl.constexpr, RSWA: t
 @triton.jit
 def tile_pages(
     row_table_ptr,  # block table of the row
-    tile,
-    wanted,  # bool: whether the tile is to be read at all
+    i,  # which tile, in reading order
+    end,  # from this one on none is read
+    head_tiles,
+    start_tile,
     prefix_max,
     lo_min,
     hi_max,
@@ -39,7 +41,9 @@ def tile_pages(
     PAGE_SIZE: tl.constexpr,  # 0: packed
     BLOCK_N: tl.constexpr,
 ):
-    """Pages of the tile's keys: ``[N]``, or one where a page holds the tile. Entries of pages of which nobody sees a key are not read."""
+    """Pages of a tile's keys: ``[N]``, or one where a page holds the tile. Entries of pages of which nobody sees a key are not read."""
+    tile = tile_of(i, head_tiles, start_tile)
+    wanted = i < end
     if PAGE_SIZE == 0:
         page = tile * 0
     elif PAGE_SIZE % BLOCK_N == 0:

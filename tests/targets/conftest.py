@@ -41,7 +41,7 @@ QUERY_LENS = {"prefill": 100, "verify": 16, "decode": 1}
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """One attention kernel for one target: what the configuration promised and what the compiler reports, in bytes and registers; ``beside``: what
-    the kernels that plan and merge for it spill.
+    the kernels that plan and merge for it spill; ``bound``: the most registers that it may take, so that others find room, or 0.
     """
 
     target: str
@@ -54,6 +54,7 @@ class Compiled:
     registers: int
     spilled: int
     beside: int
+    bound: int
     seconds: float
 
 
@@ -158,11 +159,12 @@ def compile_attention(gpus: dict[str, Device], recorded: dict[str, Recorder], re
         start = time.perf_counter()
         kernel = compiled(target, recorded["paged_attention"])
         seconds = time.perf_counter() - start
+        bound = getattr(kernel.metadata, "maxnreg", None) or 0
         beside = sum(resources(target, compiled(target, recorded[name]))[1] for name in ("combine", "plan_step"))
         tile = f"{config.block_m}x{config.block_n}, {config.num_warps}, {config.num_stages}"
         predicted = shared_memory(where, config, *sizes, spec.page_size or 0)
         found = Compiled(
-            target, variant, kind, tile, kernel.metadata.shared, predicted, where.shared_memory, *resources(target, kernel), beside, seconds
+            target, variant, kind, tile, kernel.metadata.shared, predicted, where.shared_memory, *resources(target, kernel), beside, bound, seconds
         )
         record_property("compiled", json.dumps(asdict(found)))
         return found

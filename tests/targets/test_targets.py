@@ -14,6 +14,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 TARGETS = ("sm80", "sm90", "sm100", "sm120", "gfx942", "gfx950")
 WITHOUT_SPILLS = ("sm80", "sm90", "gfx942")
+FEW = 16
+"""Bytes that a thread may spill where its registers are bounded so that one more program finds room."""
 KINDS = ("prefill", "verify", "decode")
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -91,7 +93,7 @@ def test_attention(target, variant, kind, compile_attention):
     found = compile_attention(target, variant, kind, AttentionSpec(**changes))
     assert found.shared <= found.predicted <= found.limit
     if variant in DEFAULTS and target in WITHOUT_SPILLS:
-        assert found.spilled == found.beside == 0
+        assert found.spilled <= (FEW if found.bound else 0) and found.beside == 0
 
 
 @pytest.mark.parametrize("cache", [BF16, FP32, E4M3, E5M2_FNUZ], ids=str)

@@ -21,7 +21,7 @@ BOUNDS = {"window": (23, 70, 0), "prefix": (60, 96, 21), "one key": (55, 56, 0),
 @triton.jit
 def _pages(table_ptr, out_ptr, tiles, wanted, lo_min, hi_max, prefix_max, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, N: tl.constexpr):
     for tile in range(tiles):
-        page = tile_pages(table_ptr, tile, tile < wanted, prefix_max, lo_min, hi_max, MASKED, True, 1, PAGE_SIZE, N)
+        page = tile_pages(table_ptr, tile, wanted, 0, 0, prefix_max, lo_min, hi_max, MASKED, True, 1, PAGE_SIZE, N)
         tl.store(out_ptr + tile * N + tl.arange(0, N), tl.zeros([N], tl.int32) + page)
 
 
@@ -34,7 +34,8 @@ def _tiles(
         for tile in range(tiles):
             key = tile * N + tl.arange(0, N)
             seen = ((key >= lo_min) & (key < hi_max)) | (key < prefix_max)
-            page = tile_pages(table_ptr, tile, tl.max(seen.to(tl.int32), axis=0) > 0, prefix_max, lo_min, hi_max, MASKED, True, 1, PAGE_SIZE, N)
+            end = tile + tl.max(seen.to(tl.int32), axis=0)
+            page = tile_pages(table_ptr, tile, end, 0, 0, prefix_max, lo_min, hi_max, MASKED, True, 1, PAGE_SIZE, N)
             values = load_tile(
                 pool_ptr + head * stride_head, descriptor, page, tile, first_key, head, stride_page, stride_key, seen,
                 PAGE_SIZE, SIZE, N, BLOCK, MASKED, ZERO, FP8, False, tl.float32,
