@@ -13,7 +13,6 @@ from attnmux._version import __version__ as __version__
 if TYPE_CHECKING:
     from attnmux.dispatch.attention import Attention as Attention
     from attnmux.dispatch.attention import Plan as Plan
-    from attnmux.dispatch.attention import reference_attention as reference_attention
     from attnmux.dispatch.batch import Batch as Batch
     from attnmux.dispatch.config import config as config
     from attnmux.dispatch.config import reload_config as reload_config
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from attnmux.dispatch.host import select as select
     from attnmux.dispatch.integrations.transformers import register_transformers as register_transformers
     from attnmux.dispatch.merge import merge_states as merge_states
+    from attnmux.dispatch.oracle import reference_attention as reference_attention
     from attnmux.dispatch.selection import Selection as Selection
     from attnmux.dispatch.spec import AttentionSpec as AttentionSpec
     from attnmux.dispatch.spec import Limits as Limits
@@ -45,7 +45,7 @@ _HOMES = {
     "config": "config",
     "devices": "host",
     "merge_states": "merge",
-    "reference_attention": "attention",
+    "reference_attention": "oracle",
     "register_transformers": "integrations.transformers",
     "reload_config": "config",
     "select": "host",

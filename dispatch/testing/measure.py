@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnmux.dispatch.attention import Attention, reference_attention
+from attnmux.dispatch.attention import Attention
+from attnmux.dispatch.oracle import reference_attention
 from attnmux.dispatch.plan import Plan
 from attnmux.dispatch.spec import Limits
 from attnmux.testing.cases import Case

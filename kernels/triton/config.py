@@ -13,7 +13,7 @@ class LaunchConfig:
         block_m: rows of a Q block (query tokens times heads of a group).
         block_n: keys of a tile.
         num_warps, num_stages: as Triton takes them.
-        programs: how many of them a multiprocessor holds at once, or should: the keys of rows are cut until there are so many.
+        programs: how many of them a multiprocessor holds at once, or should: the keys of rows are cut until there are so many, and registers bounded.
         part: tiles of a part, about, at the least: cutting a unit into equal ones may halve it.
         prefetch: how many tiles ahead page ids are read.
         descriptors: whether tensor descriptors copy the tiles where the device has them and a page holds the tile.

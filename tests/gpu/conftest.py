@@ -18,6 +18,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-summary", metavar="PATH", type=Path, help="write a summary of the run as Markdown")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", "no") in ("load", "worksteal", "each"):
+        raise pytest.UsageError("tests/gpu in several processes needs --dist loadfile: each process would start all of test_grid.py's own")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     path = config.getoption("gpu_summary", None)
     if path is None or not torch.cuda.is_available():

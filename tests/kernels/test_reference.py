@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnmux.dispatch.attention import reference_attention
+from attnmux.dispatch.oracle import reference_attention
 from attnmux.dispatch.spec import FP8_DTYPES, AttentionSpec
 from attnmux.kernels import reference
 from attnmux.testing import Case, Row, make_case

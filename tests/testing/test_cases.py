@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnmux.dispatch.attention import reference_attention
 from attnmux.dispatch.batch_checks import check_batch, page_bounds
+from attnmux.dispatch.oracle import reference_attention
 from attnmux.dispatch.rows import classify
 from attnmux.dispatch.spec import AttentionSpec
 from attnmux.testing import Row, make_case, mixed_rows
