@@ -23,7 +23,7 @@ class State:
     Args:
         raw_stream, stream: whose workspace it uses, as a number and as an object (0 and ``None`` on a CPU).
         ready: when its tables are on the device.
-        known: what to launch for calls of a form, by kind of row and form.
+        known: what to launch for calls of a form, by kind of row, form and the inputs that are there.
         used: the last run on each other stream, by its number: they must end before the tables are written anew.
     """
 
@@ -33,7 +33,7 @@ class State:
     stream: Any = None
     ready: Any = None
     used: dict[int, Any] = field(default_factory=dict)
-    known: dict[tuple[str, object], Any] = field(default_factory=dict)
+    known: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[Tensor]:
         """All that a launch reads or writes besides the layer's own tensors."""

@@ -83,10 +83,11 @@ class TritonBackend(Backend):
         k, v, inputs, raw = self._nhd(k_cache), self._nhd(v_cache), self._inputs(layer), self._raw_stream()
         if raw == state.raw_stream:
             for kind, work in state.work.items():
-                known = state.known.get((kind, layer.form), ())
+                key = kind, layer.form, inputs.form()  # whoever changed the inputs may have left the form
+                known = state.known.get(key, ())
                 found = launch.attend(q, k, v, out, lse, state.rows, work, self._features, inputs, self._launch_on(raw), known)
                 if found and not known and layer.form is not None:
-                    state.known[kind, layer.form] = found
+                    state.known[key] = found
             return
         stream, capturing = self._stream(), launch.capturing(self._torch_device)
         if not capturing:

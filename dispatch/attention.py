@@ -12,7 +12,7 @@ from attnmux.dispatch import config as _config
 from attnmux.dispatch import host
 from attnmux.dispatch.backend import Backend, LayerArgs
 from attnmux.dispatch.batch import Batch
-from attnmux.dispatch.call_checks import call_signature, check_write
+from attnmux.dispatch.call_checks import call_signature, check_write, recurs
 from attnmux.dispatch.device import Device
 from attnmux.dispatch.errors import ConfigError, NoBackendError, complaint, suggest
 from attnmux.dispatch.operator import called_plainly, expect_tensors, new_handle, split, undisturbed
@@ -192,7 +192,7 @@ class Attention:
             torch.ops.attnmux.write_kv(k, v, k_cache, v_cache, slot_mapping, self.handle, kt, vt, kv, vv)
             return
         self.store(k, v, k_cache, v_cache, slot_mapping, layer)
-        if form is not None and not self.synchronise:
+        if recurs(form) and not self.synchronise:
             if len(self._written) >= WRITTEN_FORMS:
                 self._written.clear()
             self._written.add(form)

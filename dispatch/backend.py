@@ -22,7 +22,7 @@ class LayerArgs(NamedTuple):
         alibi_slopes: float32 ``[Hq]``, present exactly when the spec has ALiBi.
         q_scale, k_scale, v_scale: a stored value times its scale is the true value.
         form: the same object for calls with one state that differ in tensors' addresses and contents only, for backends that remember what they
-            launched; ``None``: not known.
+            launched; ``None``: not known. Who changes something else of a call drops it: ``layer._replace(sinks=None, form=None)``.
     """
 
     sinks: Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -54,6 +54,8 @@ def _check_mirror(name: str, batch: Batch) -> None:
         return
     if isinstance(value, Tensor):
         raise TypeError(complaint(name, "a tensor", "a sequence of ints", f"pass {name}.tolist() of a host tensor"))
+    if isinstance(value, Iterator):  # it would be at its end when the batch is planned again
+        raise TypeError(complaint(name, type(value).__name__, "a sequence of ints"))
     try:
         numbers = batch.query_lens if name == "query_lens_cpu" else batch.key_lens
     except TypeError:

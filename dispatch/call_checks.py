@@ -7,6 +7,7 @@ from collections.abc import Hashable
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from attnmux.dispatch.backend import LayerArgs
 from attnmux.dispatch.errors import complaint
@@ -38,6 +39,10 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
         raise ValueError(complaint(f"{name}'s last dimension", f"strided by {tensor.stride(-1)}", "contiguous"))
 
 
+class _Unlike:
+    """Stands for an argument that is like no other."""
+
+
 def call_signature(*values: object) -> Hashable:
     """All of a plain call's arguments that :func:`check_run` and :func:`check_write` look at without reading values from the device: calls alike in it
     pass or fail alike.
@@ -48,13 +53,18 @@ def call_signature(*values: object) -> Hashable:
             value
             if value is None
             else (value.shape, value.stride(), value.dtype, value.device, value.is_neg(), graded and value.requires_grad)
-            if type(value) is Tensor
+            if type(value) is Tensor or type(value) is Parameter
             else (type(value), value)
             if isinstance(value, int | float)
-            else object()  # what is neither is like no other
+            else _Unlike()
             for value in values
         ]
     )
+
+
+def recurs(signature: Hashable) -> bool:
+    """Whether another call can have this signature: else it is not worth remembering."""
+    return isinstance(signature, tuple) and not any(isinstance(part, _Unlike) for part in signature)
 
 
 def check_run(

@@ -31,6 +31,10 @@ _library.define(
 )
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Tensors that nobody has overloaded."""
+
+
 class _Plan(Protocol):
     def execute(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, lse: Tensor | None, only: str | None, layer: LayerArgs) -> None: ...
 
@@ -74,12 +78,14 @@ def undisturbed() -> bool:
     """Whether nobody traces, transforms, profiles or intercepts calls now."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _get_current_dispatch_mode() is not None:
         return False
+    if torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch):  # make_fx(pre_dispatch=True)
+        return False
     return not (torch._C._autograd._profiler_enabled() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0)
 
 
 def called_plainly(*values: object) -> bool:
     """Whether this call need not pass through the dispatcher, which takes longer than a launch. What is ``None`` or a number does not matter."""
-    return undisturbed() and all(type(value) is Tensor and not value.is_neg() if isinstance(value, Tensor) else True for value in values)
+    return undisturbed() and all(type(value) in PLAIN and not value.is_neg() if isinstance(value, Tensor) else True for value in values)
 
 
 def expect_tensors(device: torch.device, required: Mapping[str, object], optional: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnmux.dispatch.backend import LayerArgs
 from attnmux.dispatch.batch import Batch
 from attnmux.dispatch.batch_checks import check_batch, page_bounds
-from attnmux.dispatch.call_checks import call_signature, check_run
+from attnmux.dispatch.call_checks import call_signature, check_run, recurs
 from attnmux.dispatch.errors import complaint, suggest
 from attnmux.dispatch.forms import Form, form_of, is_whole
 from attnmux.dispatch.operator import new_handle
@@ -72,9 +72,8 @@ class Plan:
         if not self._ready:
             raise RuntimeError("the plan is half made: its last refresh failed in a backend; refresh it again, or make a new plan")
         check_run(attn.spec, self.num_tokens, self._bounds, q, k_cache, v_cache, out, lse, layer, attn.torch_device, attn.synchronise)
-        if not attn.synchronise:
-            form = self._checked[call_signature(q, k_cache, v_cache, out, lse, *layer[:5])] = object()
-            layer = layer._replace(form=form)
+        if not attn.synchronise and recurs(signature := call_signature(q, k_cache, v_cache, out, lse, *layer[:5])):
+            layer = layer._replace(form=self._checked.setdefault(signature, object()))
         self._run(q, k_cache, v_cache, out, lse, only, layer)
 
     def execute_known(

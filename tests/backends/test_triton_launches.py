@@ -111,6 +111,19 @@ def test_another_form_or_plan_is_looked_up_anew(backend, launches):
     assert launches[-2].by_name  # it has tables of its own
 
 
+def test_inputs_that_were_changed_under_the_same_form_are_looked_up_anew(backend, launches):
+    """Who calls the backend with parts of a call may leave its form in place."""
+    state, (q, k, v, out), sinks = backend.plan(batch(100, 100), None, None), tensors(), torch.zeros(4)
+    layer = LayerArgs(sinks=sinks, form=object())
+    for _ in range(3):
+        backend.run(q, k, v, state, out, None, layer)
+    assert not launches[-2].by_name
+    backend.run(q, k, v, state, out, None, layer._replace(sinks=None))
+    assert launches[-2].by_name and launches[-2].arguments["sinks_ptr"] is None
+    backend.run(q, k, v, state, out, None, layer)
+    assert not launches[-2].by_name and launches[-2].arguments["sinks_ptr"] == sinks.data_ptr()
+
+
 @pytest.mark.parametrize("limits", [LIMITS, None], ids=["limits", "none"])
 @pytest.mark.parametrize("columns", [8, 0], ids=["pages", "no pages"])
 def test_something_is_launched_between_the_plan_and_what_reads_it_early(limits, columns, backend, launches, monkeypatch):

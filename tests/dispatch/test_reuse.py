@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnmux import Attention, AttentionSpec, Batch, Limits, merge_states, reference_attention
 
@@ -105,6 +107,10 @@ def test_merge_states_says_what_is_wrong() -> None:
         merge_states(outs.int(), lses)
 
 
+class Overloaded(torch.Tensor):
+    """A tensor that somebody may have changed the meaning of."""
+
+
 def step(*q_lens: int) -> tuple[torch.Tensor, torch.Tensor, Batch]:
     """Queries, a pool for keys and values, and rows of 20 keys."""
     pool = torch.randn(2 * len(q_lens), 16, 2, 8)
@@ -187,6 +193,26 @@ def test_calls_alike_in_all_but_addresses_have_one_form(monkeypatch: pytest.Monk
     assert forms[0] is forms[1] and len({None, *map(id, forms)}) == 4  # another stride, another step
 
 
+def test_parameters_are_plain_tensors_and_what_cannot_recur_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    attn = Attention(SPEC.replace(sinks=True), "cpu")
+    attn.synchronise = False
+    q, pool, batch = step(1, 2)
+    plan, out = attn.plan(batch), torch.empty(3, 2, 8)
+    sinks = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    monkeypatch.setattr("attnmux.dispatch.plan.check_run", check := Mock())
+    for _ in range(3):
+        attn.run(q, pool, pool, plan, out=out, sinks=sinks)
+    assert check.call_count == 1 and len(plan._checked) == 1
+    (form,) = plan._checked.values()
+    with torch.profiler.profile():  # past what is remembered, but alike
+        attn.run(q, pool, pool, plan, out=out, sinks=sinks)
+    assert plan._checked == {next(iter(plan._checked)): form}
+    for _ in range(3):
+        attn.run(q.as_subclass(Overloaded), pool, pool, plan, out=out, sinks=sinks)
+        attn.write_kv(torch.ones(1, 2, 8).as_subclass(Overloaded), torch.ones(1, 2, 8), pool, pool.clone(), torch.tensor([3]))
+    assert len(plan._checked) == 1 and not attn._written
+
+
 def test_a_write_that_was_checked_once_is_checked_again_in_another_form() -> None:
     attn = Attention(SPEC, "cpu")
     attn.synchronise = False  # as on a GPU
@@ -221,6 +247,29 @@ def test_forms_of_writes_are_forgotten_before_they_are_too_many(monkeypatch: pyt
         attn.write_kv(torch.ones(tokens, 2, 8), torch.ones(tokens, 2, 8), pool, pool.clone(), torch.arange(tokens))
         assert 1 <= len(attn._written) <= 3
     assert int(pool.sum()) == 7 * 16
+
+
+@pytest.mark.parametrize("name", ["query_lens_cpu", "seq_lens_cpu"])
+def test_host_lengths_can_be_read_twice(name: str) -> None:
+    batch = step(1, 2)[2]
+    setattr(batch, name, iter([1, 2]))
+    with pytest.raises(TypeError, match=f"{name} is list_iterator, wanted a sequence of ints"):
+        Attention(SPEC, "cpu").plan(batch)
+
+
+def test_a_graph_made_before_dispatch_holds_the_operators() -> None:
+    attn = Attention(SPEC, "cpu")
+    attn.synchronise = False
+    q, pool, batch = step(1, 2)
+    plan, new = attn.plan(batch), torch.ones(3, 2, 8)
+
+    def layer(q: torch.Tensor) -> torch.Tensor:
+        attn.write_kv(new, new, pool, pool, torch.tensor([1, 2, 3]))
+        return attn.run(q, pool, pool, plan, out=torch.empty_like(q))
+
+    layer(q)
+    graph = make_fx(layer, pre_dispatch=True)(q)
+    assert {"attnmux.attention.default", "attnmux.write_kv.default"} <= {str(node.target) for node in graph.graph.nodes}
 
 
 def test_who_traces_profiles_or_negates_meets_the_operator() -> None:
