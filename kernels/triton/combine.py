@@ -28,82 +28,43 @@ def combine(
     BLOCK_M: tl.constexpr,
     CHUNKS: tl.constexpr,  # of a Q block
     ROWS: tl.constexpr,  # of a chunk
-    BLOCK_P: tl.constexpr,  # parts merged side by side, in whole rows
+    BLOCK_P: tl.constexpr,  # parts merged side by side
     BLOCK_DV: tl.constexpr,
-    BLOCK_C: tl.constexpr,  # columns where rows are shared out among programs
     EARLY: tl.constexpr,  # started while the attention kernel may still run
 ):
-    """Each program takes every so many-th chunk of the Q blocks in several parts, or some columns of one while there are programs to spare.
-
-    The grid is as large as pays: most steps merge few.
-    """
-    SHARES: tl.constexpr = BLOCK_DV // BLOCK_C
+    """Each program takes every so many-th chunk of the Q blocks in several parts. The grid is as large as pays: most steps merge few."""
     merges = tl.load(count_ptr + 1)
-    at = tl.program_id(0)
+    chunk = tl.program_id(0)
     chunks = merges * (KV_HEADS * CHUNKS)
-    shares = tl.where(chunks * SHARES > tl.num_programs(0), 1, SHARES)
     if EARLY:
         gdc_launch_dependents()
     # Before the wait, so that it does not wait for these: plan_step has ended when the attention kernel runs.
-    kv_head, first_m, q_block, row_start, q_len, first_slot, parts = _chunk(at // shares, merges, items_ptr, merges_ptr, KV_HEADS, CHUNKS, ROWS)
+    kv_head, first_m, q_block, row_start, q_len, first_slot, parts = _chunk(chunk, merges, items_ptr, merges_ptr, KV_HEADS, CHUNKS, ROWS)
     if EARLY:
-        if (at == 0) | (at < chunks * shares):  # one does in any case: what comes after this kernel counts on the one before
+        if (chunk == 0) | (chunk < chunks):  # one does in any case: what comes after this kernel counts on the one before
             gdc_wait()
-    while at < chunks * shares:
+    dv = tl.arange(0, BLOCK_DV)
+    while chunk < chunks:
         for i in range(ROWS):
             m = first_m + i
             token = q_block * (BLOCK_M // GROUP) + m // GROUP
             if (token < q_len) & (m < BLOCK_M // GROUP * GROUP):
+                acc = tl.zeros([BLOCK_DV], tl.float32)
+                top = tl.cast(float("-inf"), tl.float32)
+                total = tl.cast(0.0, tl.float32)
+                for at in tl.range(0, parts, BLOCK_P, loop_unroll_factor=2):  # two loads on their way
+                    part = at + tl.arange(0, BLOCK_P)  # [P]
+                    slot_row = ((first_slot + part) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + m
+                    lses = tl.load(slot_lse_ptr + slot_row, mask=part < parts, other=float("-inf"))
+                    mask = (part < parts)[:, None] & (dv[None, :] < V_HEAD_SIZE)
+                    states = tl.load(slot_out_ptr + slot_row[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0)  # [P, DV]
+                    acc, top, total = merge_step(acc, top, total, states, lses)
                 head = (kv_head * GROUP + m % GROUP).to(tl.int64)
                 token_row = (row_start + token).to(tl.int64)
                 row_out_ptr = out_ptr + token_row * stride_out_token + head * stride_out_head
-                row_lse_at = token_row * (KV_HEADS * GROUP) + head
-                if shares == 1:
-                    _merge_row(
-                        slot_out_ptr, slot_lse_ptr, first_slot, parts, kv_head, m, tl.arange(0, BLOCK_DV), row_out_ptr, lse_ptr, row_lse_at,
-                        sinks_ptr, head, KV_HEADS, BLOCK_M, V_HEAD_SIZE, BLOCK_P,
-                    )  # fmt: skip
-                else:
-                    column = at % SHARES * BLOCK_C + tl.arange(0, BLOCK_C)
-                    _merge_row(
-                        slot_out_ptr, slot_lse_ptr, first_slot, parts, kv_head, m, column, row_out_ptr, lse_ptr, row_lse_at,
-                        sinks_ptr, head, KV_HEADS, BLOCK_M, V_HEAD_SIZE, BLOCK_P * SHARES,
-                    )  # fmt: skip
-        at += tl.num_programs(0)
-        kv_head, first_m, q_block, row_start, q_len, first_slot, parts = _chunk(at // shares, merges, items_ptr, merges_ptr, KV_HEADS, CHUNKS, ROWS)
-
-
-@triton.jit
-def _merge_row(
-    slot_out_ptr,
-    slot_lse_ptr,
-    first_slot,
-    parts,
-    kv_head,
-    m,  # row of the Q block
-    column,  # [C] of the head
-    row_out_ptr,
-    lse_ptr,
-    lse_at,
-    sinks_ptr,
-    head,
-    KV_HEADS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    V_HEAD_SIZE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """Merge some columns of one row's parts, BLOCK_P at a time."""
-    acc = tl.zeros_like(column).to(tl.float32)
-    top = tl.cast(float("-inf"), tl.float32)
-    total = tl.cast(0.0, tl.float32)
-    for at in tl.range(0, parts, BLOCK_P, loop_unroll_factor=2):  # two loads on their way
-        part = at + tl.arange(0, BLOCK_P)  # [P]
-        slot_row = ((first_slot + part) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + m
-        lses = tl.load(slot_lse_ptr + slot_row, mask=part < parts, other=float("-inf"))
-        mask = (part < parts)[:, None] & (column[None, :] < V_HEAD_SIZE)
-        states = tl.load(slot_out_ptr + slot_row[:, None] * V_HEAD_SIZE + column[None, :], mask=mask, other=0.0)  # [P, C]
-        acc, top, total = merge_step(acc, top, total, states, lses)
-    _finish(acc, top, total, sinks_ptr, head, row_out_ptr, column, V_HEAD_SIZE, lse_ptr, lse_at)
+                _finish(acc, top, total, sinks_ptr, head, row_out_ptr, V_HEAD_SIZE, BLOCK_DV, lse_ptr, token_row * (KV_HEADS * GROUP) + head)
+        chunk += tl.num_programs(0)
+        kv_head, first_m, q_block, row_start, q_len, first_slot, parts = _chunk(chunk, merges, items_ptr, merges_ptr, KV_HEADS, CHUNKS, ROWS)
 
 
 @triton.jit
@@ -152,16 +113,17 @@ def merge(
         mask = (state < states)[:, None] & (dv[None, :] < V_HEAD_SIZE)
         found = tl.load(outs_ptr + place[:, None] * V_HEAD_SIZE + dv[None, :], mask=mask, other=0.0).to(tl.float32)  # [P, DV]
         acc, top, total = merge_step(acc, top, total, found, lses)
-    _finish(acc, top, total, sinks_ptr, r % HEADS, out_ptr + r * V_HEAD_SIZE, dv, V_HEAD_SIZE, lse_ptr, r)
+    _finish(acc, top, total, sinks_ptr, r % HEADS, out_ptr + r * V_HEAD_SIZE, V_HEAD_SIZE, BLOCK_DV, lse_ptr, r)
 
 
 @triton.jit
-def _finish(acc, top, total, sinks_ptr, head, row_out_ptr, column, V_HEAD_SIZE: tl.constexpr, lse_ptr, lse_at):
-    """Add the sink and store columns of one row, and its LSE: every share of a row stores the same."""
+def _finish(acc, top, total, sinks_ptr, head, row_out_ptr, V_HEAD_SIZE: tl.constexpr, BLOCK_DV: tl.constexpr, lse_ptr, lse_at):
+    """Add the sink and store one row."""
     if sinks_ptr is not None:
         top, total, correction = merge_sink(top, total, tl.load(sinks_ptr + head))
         acc = acc * correction
+    dv = tl.arange(0, BLOCK_DV)
     merged = acc / tl.where(total == 0.0, 1.0, total)
-    tl.store(row_out_ptr + column, merged.to(row_out_ptr.dtype.element_ty), mask=column < V_HEAD_SIZE)
+    tl.store(row_out_ptr + dv, merged.to(row_out_ptr.dtype.element_ty), mask=dv < V_HEAD_SIZE)
     if lse_ptr is not None:
         tl.store(lse_ptr + lse_at, (top + tl.log2(total)) * LN2)

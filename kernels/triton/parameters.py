@@ -160,7 +160,6 @@ def of_merging(
         "ROWS": rows,
         "BLOCK_P": max(1, 1024 // power_of_two(size)),
         "BLOCK_DV": power_of_two(size),
-        "BLOCK_C": min(32, power_of_two(size)),
         "EARLY": features.dependents,
         "num_warps": 1,
         **_early(features),
