@@ -264,6 +264,23 @@ def test_page_ids_read_ahead_lead_to_the_same_pages(page_size, changes, machine,
         assert all(answers[0].same_bits(answer, slice(0, n), slice(0, n)) for answer in answers[1:])
 
 
+def test_parts_of_a_row_merge_alike_whatever_else_merges(machine, device, attend, monkeypatch):
+    monkeypatch.setattr("attnmux.backends.triton_backend.INVARIANT_CUT_KEYS", 16)
+    spec = PLAIN.replace(page_size=16, return_lse=True, batch_invariant=True)
+    long = Row(1, 20 * 16)
+    together, alone = make_case(spec, (long, *[Row(1, 20)] * 10), device=device), make_case(spec, (long,), device=device)
+    alone.q.copy_(together.q[: alone.q.shape[0]])
+    columns = slice(0, 20)
+    for mine, theirs in ((alone.k_cache, together.k_cache), (alone.v_cache, together.v_cache)):
+        mine[alone.batch.block_table[0, columns].long()] = theirs[together.batch.block_table[0, columns].long()]
+    answers = []
+    for case in (together, alone):
+        backend = TritonBackend(spec, machine, {"programs": 64})
+        backend.limits = Limits(64, 64, 1024, 1)  # room for more merges than there are
+        answers.append(attend(case, backend=backend))
+    assert answers[0].same_bits(answers[1], slice(0, 1), slice(0, 1))
+
+
 @pytest.mark.parametrize("page_size", [3, 8, 16, 48])
 def test_rows_that_fill_up_a_tile_read_nothing(page_size, attend, device, cpu):
     """Three heads a group leave rows of a tile empty. What those would see lies behind the block, where no page is looked up."""
