@@ -7,11 +7,11 @@ from collections.abc import Hashable
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from attnmux.dispatch.backend import LayerArgs
 from attnmux.dispatch.errors import complaint
 from attnmux.dispatch.expect import expect_optional, expect_tensor
+from attnmux.dispatch.operator import PLAIN
 from attnmux.dispatch.spec import DTYPE_NAMES, FP8_DTYPES, AttentionSpec
 
 
@@ -53,7 +53,7 @@ def call_signature(*values: object) -> Hashable:
             value
             if value is None
             else (value.shape, value.stride(), value.dtype, value.device, value.is_neg(), graded and value.requires_grad)
-            if type(value) is Tensor or type(value) is Parameter
+            if isinstance(value, Tensor) and type(value) in PLAIN
             else (type(value), value)
             if isinstance(value, int | float)
             else _Unlike()

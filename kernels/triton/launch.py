@@ -40,8 +40,6 @@ _LAYER = ("sinks_ptr", "slopes_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr"
 _SLOTS = ("slot_out_ptr", "slot_lse_ptr")
 _CHANGES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "lse_ptr", *_LAYER, "table_ptr", *_ROWS, *_SLOTS, "k_descriptor", "v_descriptor")
 """What a launch of a known form is given anew. A step's tables stay where they are."""
-
-
 _WRITE_CHANGES = ("k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "slots_ptr", "k_scale_ptr", "v_scale_ptr")
 
 
