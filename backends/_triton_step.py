@@ -18,9 +18,12 @@ from attnmux.kernels.triton import launch
 
 @dataclass(slots=True)
 class State:
-    """A step: its rows on the device, and one launch for decode rows and one for the rest.
+    """A step: its rows on the device, and its launches by name.
 
     Args:
+        work: all that were ever made, of which a graph may hold any.
+        now: those that this step needs.
+        graph: those, and for rows that have no tokens now but had some in a step before, that a graph needs to hold.
         raw_stream, stream: whose workspace it uses, as a number and as an object (0 and ``None`` on a CPU).
         ready: when its tables are on the device.
         known: what to launch for calls of a form, by kind of row, form and the inputs that are there.
@@ -29,6 +32,8 @@ class State:
 
     rows: launch.Rows
     work: dict[str, launch.Work]
+    now: dict[str, launch.Work]
+    graph: dict[str, launch.Work]
     raw_stream: int = 0
     stream: Any = None
     ready: Any = None

@@ -84,7 +84,10 @@ WORKLOADS = [
     Workload("verify 16 x 6 over 8192", [(6, 8192)] * 16),
     replace(NARROW, name="decode sinks 16 x 16384 D 64", rows=[(1, 16384)] * 16, sinks=True),
     replace(WIDE, name="decode 64 x 4096 D 256", rows=[(1, 4096)] * 64),
-    *(Workload(f"prefill {n} page {page}", [(n, n)], page_size=page) for n, page in ((500, 16), (4096, 16), (4096, 128), (16384, 16), (16384, 128))),
+    *(
+        Workload(f"prefill {n} page {page}", [(n, n)], page_size=page)
+        for n, page in ((500, 16), (1024, 16), (2048, 16), (4096, 16), (500, 128), (1024, 128), (4096, 128), (4096, 64), (16384, 16), (16384, 128))
+    ),
     Workload("chunk 2048 of 32768", [(2048, 32768)]),
     *(
         Workload(f"{name} fp8", rows, kv_dtype=torch.float8_e4m3fn)
@@ -92,6 +95,8 @@ WORKLOADS = [
     ),
     Workload("mixed 2048 + 63 decodes", [(2048, 2048), *[(1, 2048)] * 63]),
     replace(NARROW, name="prefill 4096 window 128 sinks D 64", rows=[(4096, 4096)], sinks=True, window=128),
+    replace(NARROW, name="prefill 4096 D 64", rows=[(4096, 4096)]),
+    replace(NARROW, name="prefill 4096 D 64 page 128", rows=[(4096, 4096)], page_size=128),
     replace(WIDE, name="prefill 4096 D 256", rows=[(4096, 4096)]),
     replace(WIDE, name="text 2048 + 62 decodes D 256", rows=[(2048, 2048), *[(1, 4096)] * 62]),
     replace(WIDE, name="text 2048 + 62 decodes D 256, images allowed", rows=[(2048, 2048), *[(1, 4096)] * 62], images=True),

@@ -88,6 +88,7 @@ _HOPPER: dict[tuple[str, int, int], LaunchConfig] = {
     ("prefill", 2, 128): _tile(128, 128, 8, 2, 1, "P", _H200, _PART),
     ("prefill", 2, 256): _tile(128, 64, 8, 2, 1, "P-", _H200, _PART),
     ("prefill", 2, 512): _tile(64, 16, 8, 3, 1, "P", _H200, _PART),
+    ("long", 2, 128): _tile(256, 64, 8, 4, 1, "P", _H200, 4 * _PART),
     ("verify", 2, 64): _tile(64, 128, 4, 3, 2, "PP", _H200),
     ("verify", 2, 128): _tile(64, 64, 4, 3, 2, "PP", _H200),
     ("few", 2, 64): _tile(32, 128, 4, 3, 2, "PPW-", _H200),
@@ -98,6 +99,7 @@ _HOPPER: dict[tuple[str, int, int], LaunchConfig] = {
     ("decode", 2, 512): _tile(16, 16, 4, 3, 2, "PP", _H200),
     ("prefill", 1, 64): _tile(128, 64, 4, 2, 2, "P", _H200, _PART),
     ("prefill", 1, 128): _tile(128, 128, 8, 2, 1, "P", _H200, _PART),
+    ("long", 1, 128): _tile(256, 64, 8, 2, 1, "P", _H200, 4 * _PART),
     ("few", 1, 128): _tile(32, 32, 2, 3, 4, "PP", _H200),
     ("decode", 1, 64): _tile(16, 128, 4, 3, 4, "PP", _H200),
     ("decode", 1, 128): _tile(16, 128, 4, 3, 3, "PP", _H200),
@@ -105,6 +107,7 @@ _HOPPER: dict[tuple[str, int, int], LaunchConfig] = {
 _HOPPER_DESCRIBED: dict[tuple[str, int, int], LaunchConfig] = {
     # the same, where a page holds the tile and a descriptor copies it
     ("prefill", 2, 128): _tile(128, 128, 8, 3, 1, "P", _H200, _PART),
+    ("long", 2, 128): _tile(128, 64, 4, 2, 2, "P", _H200, 4 * _PART),
     ("decode", 2, 256): _tile(16, 64, 4, 3, 1, "PPW", _H200),
 }
 _FROM_SHARED = _tile(128, 64, 8, 2, 1, "P", _ROWS, _PART)
@@ -117,13 +120,14 @@ def power_of_two(n: int) -> int:
 
 
 def launch_config(
-    target: Target, decode: bool, max_query_len: int, group: int, head_size: int, v_head_size: int, element: int, kv_element: int, page_size: int
+    target: Target, kind: str, max_query_len: int, group: int, head_size: int, v_head_size: int, element: int, kv_element: int, page_size: int
 ) -> LaunchConfig | None:
     """The configuration for a launch, or ``None`` when no tile fits the device's shared memory.
 
     Args:
         target: the device.
-        decode: rows of at most 16 query tokens.
+        kind: ``decode`` (rows of at most 16 query tokens), ``prefill``, or ``long`` (a row fills the device; as ``prefill``, where nothing else was
+            measured).
         max_query_len: query tokens of the longest row, to choose between decode and verify tiles.
         group: query heads a KV head.
         head_size, v_head_size: elements.
@@ -132,11 +136,11 @@ def launch_config(
     """
     least = smallest_tile(group)
     rows = power_of_two(max_query_len * group)
-    kind = "prefill" if not decode else "decode" if rows <= 16 or element == 4 else "verify"
+    if kind == "decode" and rows > 16 and element == 2:
+        kind = "verify"
     size = next((size for size in (64, 128, 256) if max(power_of_two(head_size), power_of_two(v_head_size)) <= size), 512)
-    config = (
-        _measured(target, "few" if kind == "verify" and rows <= 32 else kind, size, element, kv_element, page_size) or _TABLE[kind, element, size]
-    )
+    measured = _measured(target, "few" if kind == "verify" and rows <= 32 else kind, size, element, kv_element, page_size)
+    config = measured or _TABLE["prefill" if kind == "long" else kind, element, size]
     if kind == "verify":
         config = replace(config, block_m=min(rows, config.block_m))
     if target.type == "rocm":  # loads go through registers there, and bytes take more of them
@@ -144,7 +148,7 @@ def launch_config(
         warps = 4 if size == 512 and (element == 4 or kind == "decode" or kv_element < element) else config.num_warps
         config = replace(config, block_n=keys, num_warps=warps, num_stages=1)
     if target.type == "cpu":  # the interpreter: small tiles, small tests
-        config = replace(config, block_m=16, block_n=16)
+        config = replace(config, block_m=64 if kind == "long" else 16, block_n=16)
     if config.block_m < least.block_m:
         config = replace(config, block_m=least.block_m, num_warps=8)
     while shared_memory(target, config, head_size, v_head_size, element, kv_element, page_size) > target.shared_memory > 0:
@@ -164,11 +168,12 @@ def _measured(target: Target, kind: str, size: int, element: int, kv_element: in
     if element != 2:
         return None
     if not target.arch.startswith("sm90"):
-        return _FROM_SHARED if (kind, size, kv_element) == ("prefill", 128, 2) and reads_shared(target) else None
+        return _FROM_SHARED if kind in ("prefill", "long") and (size, kv_element) == (128, 2) and reads_shared(target) else None
     by_descriptors = _HOPPER_DESCRIBED.get((kind, kv_element, size))
     if by_descriptors is not None and target.descriptors and described(by_descriptors, page_size):
         return by_descriptors
-    return _HOPPER.get((kind, kv_element, size))
+    found = _HOPPER.get((kind, kv_element, size))
+    return _measured(target, "prefill", size, element, kv_element, page_size) if found is None and kind == "long" else found
 
 
 def reads_shared(target: Target) -> bool:

@@ -102,19 +102,21 @@ def attend_tiles(
             if (i < full_begin) | (i >= full_end):
                 mask = tile_mask(key, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, SPANS, GROUPS, RSWA)  # [M, N]
                 score = tl.where(mask, score, float("-inf"))
-        weights, top, correction = softmax_step(score, factor, top)
-        if SWAP:  # keys lie across warps: they add up once, at the end
-            total = total * correction[:, None] + weights
-        else:
-            total = total * correction + tl.sum(weights, axis=1)
+        # In the order of need: the accumulator is multiplied beside the exponentials, the weights are added up beside the matrix unit's next product.
+        top, pivot, correction = softmax_step(score, factor, top)
+        acc = acc * (correction[None, :] if SWAP else correction[:, None])
+        weights = tl.exp2(score * factor - pivot[:, None])
+        weights_in = weights.to(DTYPE)
         v = load_tile(
             v_ptr, v_descriptor, page, tile, first_key, kv_head, stride_v_page, stride_v_key, seen,
             PAGE_SIZE, V_HEAD_SIZE, BLOCK_N, BLOCK_DV, MASKED, True, FP8, FP8_NATIVE, DTYPE,
         )  # fmt: skip  # [N, DV]
         if SWAP:
-            acc = tl.dot(tl.trans(v), tl.trans(weights.to(v.dtype)), acc * correction[None, :], input_precision="ieee")
+            acc = tl.dot(tl.trans(v), tl.trans(weights_in), acc, input_precision="ieee")
+            total = total * correction[:, None] + weights  # keys lie across warps: they add up once, at the end
         else:
-            acc = tl.dot(weights.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+            acc = tl.dot(weights_in, v, acc, input_precision="ieee")
+            total = total * correction + tl.sum(weights, axis=1)
         # The next page as it is, since no page and no key is negative, but computed: Triton's pipeline passes on no values that are not; and with
         # each lane's own keys, or ptxas would wait for it here, to move it to a uniform register.
         if PREFETCH == 1:

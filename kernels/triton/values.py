@@ -86,14 +86,15 @@ def alibi_bias(slope, pos, key, SQRT: tl.constexpr):
 
 @triton.jit
 def softmax_step(score, scale, top):
-    """One tile of the online softmax, in base 2: ``(weights, new top, correction of what was summed before)``.
+    """One tile of the online softmax, in base 2: ``(new top, pivot, correction of what was summed before)``; its weights are
+    ``exp2(score * scale - pivot)``.
 
     ``score [M, N]`` holds ``-inf`` where masked; ``scale > 0`` multiplies it, within the one fused operation that exp2 needs anyway. A row that
     has seen nothing keeps ``top`` at ``-inf``. Source: Milakov and Gimelshein (2018), as in FlashAttention (Dao et al. 2022).
     """
     new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
     pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
-    return tl.exp2(score * scale - pivot[:, None]), new_top, tl.exp2(top - pivot)
+    return new_top, pivot, tl.exp2(top - pivot)
 
 
 @triton.jit

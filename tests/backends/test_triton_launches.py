@@ -149,6 +149,41 @@ def test_something_is_launched_between_the_plan_and_what_reads_it_early(limits, 
     assert columns == 0 or state.rows.table is not step.block_table
 
 
+def test_a_step_runs_what_it_has_rows_for_and_a_graph_what_its_rows_may_become(backend, launches, monkeypatch):
+    """The fixture's eight multiprocessors are filled by rows of more than 192 query tokens, which then take larger tiles."""
+    backend.limits = Limits(max_num_seqs=4, max_num_tokens=900, max_seq_len=4096, max_query_len=600)
+    q, k, v, out = tensors()
+    size = {"long": 64, "prefill": 16, "decode": 16}  # BLOCK_M
+
+    def planned(previous: Any, *query_lens: int) -> Any:
+        step = batch(*[700] * len(query_lens))
+        step.query_start_loc = torch.tensor([0, *query_lens]).cumsum(0).int()
+        step.query_lens_cpu = list(query_lens)
+        launches.clear()
+        return backend.plan(step, None, previous)
+
+    def run(state: Any) -> list[int]:
+        launches.clear()
+        for _ in range(2):
+            backend.run(q, k, v, state, out, None, LayerArgs())
+        ran = [each for each in launches if each.kernel == "paged_attention"]
+        assert len(ran) % 2 == 0
+        return [state.work[kind].config.block_m for kind in (state.graph if launch.capturing(q.device) else state.now)][: len(ran) // 2]
+
+    first = planned(None, 300, 1)
+    assert list(first.now) == list(first.graph) == ["long", "decode"] and run(first) == [size["long"], size["decode"]]
+    second = planned(first, 100, 0)
+    assert [each.kernel for each in launches] == ["plan_step"] * 3  # what a graph holds is cut anew, all of it
+    assert list(second.now) == ["prefill"] and run(second) == [size["prefill"]]
+    assert set(second.graph) == {"prefill", "decode"}  # a tile for each class of rows that the plan has had
+    third = planned(second, 0, 1)
+    assert list(third.now) == ["decode"] and run(third) == [size["decode"]]
+    monkeypatch.setattr(launch, "capturing", lambda device: True)
+    assert len(run(third)) == 2 and third.graph.keys() in ({"long", "decode"}, {"prefill", "decode"})
+    alone = planned(None, 1, 1)
+    assert run(alone) == [size["decode"]]
+
+
 def test_writes_of_a_known_form_have_a_grid_of_their_own(backend, launches):
     _, k_cache, v_cache, _ = tensors()
     for tokens in (3, 1, 0, 2):

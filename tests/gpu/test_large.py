@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnmux
+from attnmux.testing import Row, make_case
 from attnmux.testing.measure import SLACK, distance
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -49,6 +50,43 @@ def test_long_sequences(dtype, changes):
     attention = attnmux.Attention(spec, "cuda", require="triton")
     out, lse = attention.run(q, k, v, attention.plan(batch), **layer)
     close(out, lse, q, k, v, spec, batch, **layer)
+
+
+FULL = {
+    "plain": {},
+    "fp16, head size 80": {"head_size": 80, "dtype": torch.float16},
+    "not causal": {"causal": False},
+    "page of 64, HND": {"page_size": 64, "kv_layout": "HND"},
+    "page of 128": {"page_size": 128},
+    "page of 128, window": {"page_size": 128, "sliding_window": 300, "sinks": True},
+    "page of 256, spans": {"page_size": 256, "mm_prefix": "override_window"},
+    "page of 48": {"page_size": 48},
+    "packed": {"page_size": None},
+    "group of 1": {"num_kv_heads": 32},
+    "group of 3": {"num_q_heads": 24},
+    "window": {"sliding_window": 200},
+    "chunk": {"chunk": (256, 0)},
+    "reference window": {"rswa_window": 64},
+    "softcap, alibi": {"softcap": 20.0, "alibi": "linear"},
+    "spans": {"mm_prefix": "override_window", "sliding_window": 100},
+    "e4m3": {"kv_dtype": torch.float8_e4m3fn, "kv_scale": "head"},
+    "e5m2": {"kv_dtype": torch.float8_e5m2, "kv_scale": "tensor"},
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_steps_that_fill_the_device(name):
+    """They have larger tiles on Hopper, at head size 128."""
+    spec = attnmux.AttentionSpec(**{"num_q_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16, "return_lse": True} | FULL[name])
+    spans = ((20, 300), (400, 470, 0), (900, 1000, 0))
+    rows = (Row(1200, 1500, spans, 600), Row(37, 400, prefix_len=30), Row(3, 700), Row(0, 9), Row(700, 700, spans[:1], 10), Row(1, 1))
+    case = make_case(spec, (*rows, *rows) if spec.num_q_heads < 32 else rows, device="cuda")
+    attention = attnmux.Attention(spec, "cuda", require="triton")
+    plan = attention.plan(case.batch)
+    if torch.cuda.get_device_properties(0).multi_processor_count <= 132:
+        assert ("long" in plan._parts[0].state.now) == (torch.cuda.get_device_capability() == (9, 0))
+    out, lse = attention.run(case.q, case.k_cache, case.v_cache, plan, **case.layer)
+    close(out, lse, case.q, case.k_cache, case.v_cache, spec, case.batch, **case.layer)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 launch = pytest.importorskip("attnmux.kernels.triton.launch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 DEVICE = "cuda"
-LIMITS = attnmux.Limits(max_num_seqs=16, max_num_tokens=1024, max_seq_len=4096, max_query_len=300)
+LIMITS = attnmux.Limits(max_num_seqs=16, max_num_tokens=2048, max_seq_len=4096, max_query_len=300)
 LONGEST = LIMITS.max_seq_len - 7  # a bound may be so much larger
 QUERY_LENS = {"decode": (1, 1), "verify": (2, 16), "prefill": (17, LIMITS.max_query_len)}
 KINDS = (*QUERY_LENS, "mixed")

@@ -35,7 +35,7 @@ from attnmux.kernels.triton.config import LaunchConfig, Target, launch_config, s
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 GPUS = {"sm80": ("cuda", 80, 32), "sm90": ("cuda", 90, 32), "sm100": ("cuda", 100, 32), "sm120": ("cuda", 120, 32)}
 GPUS |= {"gfx942": ("hip", "gfx942", 64), "gfx950": ("hip", "gfx950", 64)}
-QUERY_LENS = {"prefill": 100, "verify": 16, "decode": 1}
+QUERY_LENS = {"long": 3000, "prefill": 100, "verify": 16, "decode": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def compile_attention(gpus: dict[str, Device], recorded: dict[str, Recorder], re
         device = gpus[target]
         where = Target(device.type, device.arch, device.shared_memory, "tma" in device.features)
         sizes = (spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize)
-        config = launch_config(where, kind != "prefill", QUERY_LENS[kind], spec.group, *sizes, spec.page_size or 0)
+        config = launch_config(where, "decode" if kind == "verify" else kind, QUERY_LENS[kind], spec.group, *sizes, spec.page_size or 0)
         assert config is not None
         _launch(spec, device, config)
         start = time.perf_counter()
@@ -258,7 +258,7 @@ def launched(gpus: dict[str, Device], recorded: dict[str, Recorder]) -> Callable
     def arguments(target: str, spec: AttentionSpec) -> dict[str, Any]:
         device = gpus[target]
         sizes = (spec.group, spec.head_size, spec.v_head_size, spec.dtype.itemsize, spec.kv_dtype.itemsize, spec.page_size or 0)
-        config = launch_config(Target(device.type, device.arch, device.shared_memory, "tma" in device.features), False, 100, *sizes)
+        config = launch_config(Target(device.type, device.arch, device.shared_memory, "tma" in device.features), "prefill", 100, *sizes)
         assert config is not None
         _launch(spec, device, config)
         return recorded["paged_attention"].calls.pop()

@@ -8,9 +8,10 @@ import os
 import pytest
 import torch
 
-from attnmux.backends import triton_backend
+from attnmux.backends import _triton_tiles
 from attnmux.backends.triton_backend import TritonBackend
 from attnmux.dispatch.spec import AttentionSpec, Limits
+from attnmux.kernels.triton import launch
 from attnmux.kernels.triton.config import launch_config
 from attnmux.testing import Row, make_case
 from attnmux.testing.measure import Answer, distance, expect_close, oracle
@@ -120,7 +121,7 @@ def test_dirty_workspace_is_not_read(machine, device, attend, cpu):
     "changes", [{}, {"sliding_window": 20}, {"mm_prefix": "override_window", "sliding_window": 3}], ids=lambda c: "-".join(c) or "plain"
 )
 def test_the_bits_of_a_row_depend_on_the_row_alone(changes, lengths, attend, device, machine, monkeypatch, cpu):
-    monkeypatch.setattr("attnmux.backends.triton_backend.INVARIANT_CUT_KEYS", 32)
+    monkeypatch.setattr("attnmux.backends._triton_tiles.INVARIANT_CUT_KEYS", 32)
     spec = PLAIN.replace(dtype=torch.float16, batch_invariant=True, return_lse=True, **changes)
     rows = (*ROWS[:4], Row(2, 100, ((20, 100),)), Row(1, 33), Row(12, 40))
     together = make_case(spec, rows, device=device)
@@ -193,11 +194,10 @@ def test_rows_without_a_token_in_a_span_bring_no_spans(machine, device):
     ids=lambda c: "-".join(c) or "plain",
 )
 def test_warmup_launches_everything_the_limits_reach(changes, machine, device, monkeypatch):
-    from attnmux.kernels.triton import launch
 
-    monkeypatch.setattr("attnmux.backends.triton_backend.INVARIANT_CUT_KEYS", 32)
+    monkeypatch.setattr("attnmux.backends._triton_tiles.INVARIANT_CUT_KEYS", 32)
     spec, limits = PLAIN.replace(**changes), Limits(4, 64, 200, 32)
-    backend = TritonBackend(spec, machine, {"programs": 4})
+    backend = TritonBackend(spec, machine, {"programs": 2})
     backend.limits = limits
     seen: dict[str, set[tuple]] = {"of_attention": set(), "of_merging": set()}
 
@@ -216,7 +216,8 @@ def test_warmup_launches_everything_the_limits_reach(changes, machine, device, m
         spy(name)
     backend.warmup(limits)
     spans = ((False, False), (True, False), (True, True)) if spec.mm_prefix else ((False, False),)
-    plans = [backend.plan(make_case(spec, (Row(n, n),), device=device).batch, None, None) for n in (1, 2, 3, 5, 8, 9, 16, 17, 32)]
+    steps = [(Row(n, n),) for n in (1, 2, 3, 5, 8, 9, 16, 17, 32)] + [(Row(32, 32),) * 2]
+    plans = [backend.plan(make_case(spec, step, device=device).batch, None, None) for step in steps]
     reached = [work for state in plans for work in state.work.values()]
     assert seen["of_attention"] == {(work.config, *form) for work in reached for form in spans}
     assert seen["of_merging"] == {(work.config,) for work in reached if work.slot_lse.shape[0]} != set()  # the merging kernel too
@@ -255,7 +256,7 @@ def test_page_ids_read_ahead_lead_to_the_same_pages(page_size, changes, machine,
     answers = []
     for ahead in (0, 1, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(triton_backend, "launch_config", lambda *args, ahead=ahead: dataclasses.replace(launch_config(*args), prefetch=ahead))
+            patch.setattr(_triton_tiles, "launch_config", lambda *args, ahead=ahead: dataclasses.replace(launch_config(*args), prefetch=ahead))
             answers.append(attend(case, backend=TritonBackend(spec, machine, {"programs": 8})))
     want, n = oracle(cpu(case)), case.batch.num_tokens
     for answer in answers:
@@ -264,8 +265,33 @@ def test_page_ids_read_ahead_lead_to_the_same_pages(page_size, changes, machine,
         assert all(answers[0].same_bits(answer, slice(0, n), slice(0, n)) for answer in answers[1:])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sliding_window": 30, "sinks": True}, {"rswa_window": 20}, {"mm_prefix": "override_window"}, {"attn_type": "encoder_only"}],
+    ids=lambda c: "-".join(c) or "plain",
+)
+@pytest.mark.skipif(not INTERPRETED, reason="rows that fill a GPU alone: tests/gpu")
+def test_a_row_that_fills_the_device_alone_has_larger_tiles(changes, machine, device, attend, cpu):
+    """With one program: one of more than 24 query tokens. A graph that holds such a step replays any other."""
+    spec = PLAIN.replace(dtype=torch.float16, page_size=16, return_lse=True, **changes)
+    lens = ((24, 24), (70, 70), (3, 3)) if changes.get("attn_type") else ((24, 60), (70, 130), (2, 40), (0, 7))
+    rows = tuple(Row(n, keys, ((keys - n + 2, keys - 1),) if n == 70 else (), prefix_len=keys // 2) for n, keys in lens)
+    case, short = (make_case(spec, some, device=device) for some in (rows, [Row(18, 40) if row.q_len == 70 else row for row in rows]))
+    backend = TritonBackend(spec, machine, {"programs": 1})
+    backend.limits = Limits(8, 200, 200, 100)
+    state = backend.plan(case.batch, None, None)
+    assert "long" in state.now and state.work["long"].config.block_m == 64
+    expect_close(case, attend(case, backend=backend, state=state), oracle(cpu(case)))
+    later = backend.plan(short.batch, None, state)
+    assert "long" in later.work and "long" not in later.now
+    want = oracle(cpu(short))
+    expect_close(short, attend(short, backend=backend, state=later), want)
+    held = dataclasses.replace(later, now={kind: later.work[kind] for kind in state.now})  # what a graph of the first step launches
+    expect_close(short, attend(short, backend=backend, state=held), want)
+
+
 def test_parts_of_a_row_merge_alike_whatever_else_merges(machine, device, attend, monkeypatch):
-    monkeypatch.setattr("attnmux.backends.triton_backend.INVARIANT_CUT_KEYS", 16)
+    monkeypatch.setattr("attnmux.backends._triton_tiles.INVARIANT_CUT_KEYS", 16)
     spec = PLAIN.replace(page_size=16, return_lse=True, batch_invariant=True)
     long = Row(1, 20 * 16)
     together, alone = make_case(spec, (long, *[Row(1, 20)] * 10), device=device), make_case(spec, (long,), device=device)

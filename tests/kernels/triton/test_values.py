@@ -100,7 +100,8 @@ def _softmax(score_ptr, out_ptr, scale, TILES: tl.constexpr, M: tl.constexpr, N:
     held = tl.zeros([M], tl.float32)  # sum of weights * key, carried as the accumulator is
     for tile in tl.static_range(TILES):
         score = tl.load(score_ptr + m[:, None] * (TILES * N) + tile * N + n[None, :])
-        weights, top, correction = softmax_step(score, scale, top)
+        top, pivot, correction = softmax_step(score, scale, top)
+        weights = tl.exp2(score * scale - pivot[:, None])
         total = total * correction + tl.sum(weights, axis=1)
         held = held * correction + tl.sum(weights * (tile * N + n).to(tl.float32)[None, :], axis=1)
     tl.store(out_ptr + m, top)
