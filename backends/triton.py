@@ -78,5 +78,5 @@ def attnmux_backends() -> Iterable[BackendInfo]:
         implementation="attnmux.backends.triton_backend:TritonBackend",
         requires=(TRITON,),
         graphs=("prefill", "decode"),
-        tested_on=(TestedOn("cuda:sm90", "H200", "2026-11-30", "torch 2.11, Triton 3.6"),),
+        tested_on=(TestedOn("cuda:sm90", "H200", "2026-12-01", "torch 2.11, Triton 3.6"),),
     )
