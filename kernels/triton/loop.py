@@ -11,6 +11,22 @@ from attnmux.kernels.triton.values import LOG2E, alibi_bias, soft_cap, softmax_s
 
 
 @triton.jit
+def scaled(acc, correction, SWAP: tl.constexpr):
+    """The accumulator in terms of the new top."""
+    return acc * (correction[None, :] if SWAP else correction[:, None])
+
+
+@triton.jit
+def add_up(total, correction, weights, SWAP: tl.constexpr):
+    """Sums of weights. With ``SWAP`` keys lie across warps: they add up once, at the end."""
+    if SWAP:
+        total = total * correction[:, None] + weights
+    else:
+        total = total * correction + tl.sum(weights, axis=1)
+    return total
+
+
+@triton.jit
 def attend_tiles(
     q,  # [M, D]
     acc,  # [M, DV] fp32; [DV, M] with SWAP
@@ -37,6 +53,7 @@ def attend_tiles(
 ):  # fmt: skip
     """The online softmax over tiles ``[begin, end)``. Without ``MASKED`` every token sees every key of them."""
     LEFT: tl.constexpr = WINDOW > 0 or CHUNK > 0 or RSWA > 0
+    UNITS: tl.constexpr = q.dtype != tl.float32
     if MASKED:  # what the tokens see; here, so that it takes no registers in the loop without masks
         span_start = tl.zeros_like(pos)
         span_end = tl.zeros_like(pos)
@@ -102,21 +119,27 @@ def attend_tiles(
             if (i < full_begin) | (i >= full_end):
                 mask = tile_mask(key, prefix, lo, hi, group, kv_len, row_spans_ptr, num_spans, SPANS, GROUPS, RSWA)  # [M, N]
                 score = tl.where(mask, score, float("-inf"))
-        # In the order of need: the accumulator is multiplied beside the exponentials, the weights are added up beside the matrix unit's next product.
+        # In the order of need, where there are matrix units for the dtype: the accumulator is multiplied beside the exponentials, and the weights are
+        # added up beside the product.
         top, pivot, correction = softmax_step(score, factor, top)
-        acc = acc * (correction[None, :] if SWAP else correction[:, None])
+        if UNITS:
+            acc = scaled(acc, correction, SWAP)
         weights = tl.exp2(score * factor - pivot[:, None])
         weights_in = weights.to(DTYPE)
+        if not UNITS:
+            total = add_up(total, correction, weights, SWAP)
         v = load_tile(
             v_ptr, v_descriptor, page, tile, first_key, kv_head, stride_v_page, stride_v_key, seen,
             PAGE_SIZE, V_HEAD_SIZE, BLOCK_N, BLOCK_DV, MASKED, True, FP8, FP8_NATIVE, DTYPE,
         )  # fmt: skip  # [N, DV]
+        if not UNITS:
+            acc = scaled(acc, correction, SWAP)
         if SWAP:
             acc = tl.dot(tl.trans(v), tl.trans(weights_in), acc, input_precision="ieee")
-            total = total * correction[:, None] + weights  # keys lie across warps: they add up once, at the end
         else:
             acc = tl.dot(weights_in, v, acc, input_precision="ieee")
-            total = total * correction + tl.sum(weights, axis=1)
+        if UNITS:
+            total = add_up(total, correction, weights, SWAP)
         # The next page as it is, since no page and no key is negative, but computed: Triton's pipeline passes on no values that are not; and with
         # each lane's own keys, or ptxas would wait for it here, to move it to a uniform register.
         if PREFETCH == 1:
