@@ -126,8 +126,8 @@ def launch_config(
 
     Args:
         target: the device.
-        kind: ``decode`` (rows of at most 16 query tokens), ``prefill``, or ``long`` (a row fills the device; as ``prefill``, where nothing else was
-            measured).
+        kind: ``decode`` (rows of at most 16 query tokens), ``prefill``, or ``long`` (the same rows, where they fill the device; where nothing
+            else was measured, as ``prefill``).
         max_query_len: query tokens of the longest row, to choose between decode and verify tiles.
         group: query heads a KV head.
         head_size, v_head_size: elements.
