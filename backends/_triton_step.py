@@ -23,7 +23,7 @@ class State:
     Args:
         work: all that were ever made, of which a graph may hold any.
         now: those that this step needs.
-        graph: those, and for rows that have no tokens now but had some in a step before, that a graph needs to hold.
+        graph: what a captured graph must hold: those, and one for each class of rows that has no tokens now and had some in an earlier step.
         raw_stream, stream: whose workspace it uses, as a number and as an object (0 and ``None`` on a CPU).
         ready: when its tables are on the device.
         known: what to launch for calls of a form, by kind of row, form and the inputs that are there.

@@ -36,10 +36,10 @@ class Tiles:
         more = (self._few + 1, MOST_TOKENS)
         self.lengths = {"decode": (1, self._few), "prefill": more, "long": more}
         """Least and most query tokens of the rows that each is for: the class of a row, which a captured graph keeps."""
-        self.most_of_prefill = self._most_of_prefill()
+        self.most_prefill_tokens = self._most_prefill_tokens()
         """Query tokens of a step's rows beyond which ``long`` takes the place of ``prefill``."""
 
-    def _most_of_prefill(self) -> int:
+    def _most_prefill_tokens(self) -> int:
         """As many as the larger tiles cut into half again as many Q blocks as the device holds at once: with fewer, smaller tiles end sooner."""
         if self.spec.batch_invariant:  # the tile of a row must not depend on its neighbours
             return MOST_TOKENS
@@ -52,10 +52,10 @@ class Tiles:
         """The launches of a step, each with its longest row."""
         top = batch.longest_query
         if top <= self._few:
-            return {"decode": top} if top else {}
+            return {"decode": top} if top > 0 else {}
         tokens = sum(n for n in batch.query_lens if n > self._few)
         few = max((n for n in batch.query_lens if n <= self._few), default=0)
-        return {"long" if tokens > self.most_of_prefill else "prefill": top} | ({"decode": few} if few else {})
+        return {"long" if tokens > self.most_prefill_tokens else "prefill": top} | ({"decode": few} if few else {})
 
     def reachable(self, limits: Limits) -> dict[tuple[str, LaunchConfig], int]:
         """Every launch that batches within the limits can need, with the query tokens of a row for which it is made."""
@@ -64,8 +64,9 @@ class Tiles:
             longest = min(longest, limits.max_seq_len)
         found = {("decode", self.config("decode", n)): n for n in range(1, min(longest, self._few) + 1)}
         if longest > self._few:
-            found["prefill", self.config("prefill", longest)] = self._few + 1
-            if min(limits.max_num_tokens, limits.max_num_seqs * longest) > self.most_of_prefill:
+            if self.most_prefill_tokens > self._few:
+                found["prefill", self.config("prefill", longest)] = self._few + 1
+            if min(limits.max_num_tokens, limits.max_num_seqs * longest) > self.most_prefill_tokens:
                 found["long", self.config("long", longest)] = self._few + 1
         return found
 

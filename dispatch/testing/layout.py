@@ -88,7 +88,7 @@ def make_batch(
         batch.kv_start_loc = ints([*(place[0] for place in places), (places[-1][0] + rows[-1].kv_len) if rows else 0])
         return batch
     table = _table(spec, rows, places, slack, hide)
-    batch.block_table = ints(table).reshape(len(rows), -1)
+    batch.block_table = ints(table).reshape(len(rows), len(table[0]) if table else 0)
     return batch
 
 

@@ -126,8 +126,8 @@ def launch_config(
 
     Args:
         target: the device.
-        kind: ``decode`` (rows of at most 16 query tokens), ``prefill``, or ``long`` (the same rows, where they fill the device; where nothing
-            else was measured, as ``prefill``).
+        kind: ``decode`` (rows of at most 16 query tokens), ``prefill``, or ``long`` (the same rows, where together they fill the device half
+            again; as ``prefill``, where nothing else was measured).
         max_query_len: query tokens of the longest row, to choose between decode and verify tiles.
         group: query heads a KV head.
         head_size, v_head_size: elements.

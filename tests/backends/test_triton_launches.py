@@ -150,7 +150,7 @@ def test_something_is_launched_between_the_plan_and_what_reads_it_early(limits, 
 
 
 def test_a_step_runs_what_it_has_rows_for_and_a_graph_what_its_rows_may_become(backend, launches, monkeypatch):
-    """The fixture's eight multiprocessors are filled by rows of more than 192 query tokens, which then take larger tiles."""
+    """The fixture's eight multiprocessors are filled half again by rows of more than 192 query tokens, which then take larger tiles."""
     backend.limits = Limits(max_num_seqs=4, max_num_tokens=900, max_seq_len=4096, max_query_len=600)
     q, k, v, out = tensors()
     size = {"long": 64, "prefill": 16, "decode": 16}  # BLOCK_M
@@ -168,7 +168,9 @@ def test_a_step_runs_what_it_has_rows_for_and_a_graph_what_its_rows_may_become(b
             backend.run(q, k, v, state, out, None, LayerArgs())
         ran = [each for each in launches if each.kernel == "paged_attention"]
         assert len(ran) % 2 == 0
-        return [state.work[kind].config.block_m for kind in (state.graph if launch.capturing(q.device) else state.now)][: len(ran) // 2]
+        of = {work.items.data_ptr(): work.config.block_m for work in state.work.values()}
+        at = [each.arguments["items_ptr"] for each in ran[len(ran) // 2 :]]
+        return [of[ptr.data_ptr() if isinstance(ptr, torch.Tensor) else ptr] for ptr in at]
 
     first = planned(None, 300, 1)
     assert list(first.now) == list(first.graph) == ["long", "decode"] and run(first) == [size["long"], size["decode"]]
@@ -176,6 +178,9 @@ def test_a_step_runs_what_it_has_rows_for_and_a_graph_what_its_rows_may_become(b
     assert [each.kernel for each in launches] == ["plan_step"] * 3  # what a graph holds is cut anew, all of it
     assert list(second.now) == ["prefill"] and run(second) == [size["prefill"]]
     assert set(second.graph) == {"prefill", "decode"}  # a tile for each class of rows that the plan has had
+    back = planned(second, 300, 0)
+    assert set(back.graph) == {"long", "decode"}
+    second = planned(back, 100, 0)
     third = planned(second, 0, 1)
     assert list(third.now) == ["decode"] and run(third) == [size["decode"]]
     monkeypatch.setattr(launch, "capturing", lambda device: True)
@@ -195,3 +200,16 @@ def test_writes_of_a_known_form_have_a_grid_of_their_own(backend, launches):
             assert launches[-1].arguments["grid"] == (tokens, 1, 1) and launches[-1].by_name == (tokens == 3)
             held = launches[-1].arguments["slots_ptr"]
             assert held is slots if tokens == 3 else held == slots.data_ptr()
+
+
+def test_each_launch_of_a_mixed_step_is_known_by_itself(backend, launches):
+    backend.limits = Limits(max_num_seqs=4, max_num_tokens=900, max_seq_len=4096, max_query_len=600)
+    q, k, v, out = tensors()
+    step = batch(700, 700)
+    step.query_start_loc, step.query_lens_cpu = torch.tensor([0, 300, 301], dtype=torch.int32), [300, 1]
+    state, form = backend.plan(step, None, None), object()
+    for _ in range(3):
+        launches.clear()
+        backend.run(q, k, v, state, out, None, LayerArgs(form=form))
+        at = [each.arguments["items_ptr"] for each in launches if each.kernel == "paged_attention"]
+        assert [ptr.data_ptr() if isinstance(ptr, torch.Tensor) else ptr for ptr in at] == [work.items.data_ptr() for work in state.now.values()]

@@ -29,13 +29,13 @@ def batch(*query_lens: int) -> attnmux.Batch:
 
 def test_a_step_takes_larger_tiles_where_its_rows_fill_the_device_half_again():
     most = 3 * 132 * 256 // 2 // 32
-    assert tiles().most_of_prefill == most
+    assert tiles().most_prefill_tokens == most
     for lens in ((most,), (most - 17, 17), (most, 1, 16)):
         assert "prefill" in tiles().kinds(batch(*lens)) and "long" in tiles().kinds(batch(*lens, 17)), lens
     described = tiles(LLAMA.replace(page_size=128))  # half the queries in a tile, but two tiles at once
-    assert described.most_of_prefill == most and described.config("long", 4000).descriptors
-    assert tiles(LLAMA.replace(num_q_heads=8, num_kv_heads=2)).most_of_prefill == 4 * most
-    assert tiles(programs=66).most_of_prefill == most // 2
+    assert described.most_prefill_tokens == most and described.config("long", 4000).descriptors
+    assert tiles(LLAMA.replace(num_q_heads=8, num_kv_heads=2)).most_prefill_tokens == 4 * most
+    assert tiles(programs=66).most_prefill_tokens == most // 2
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,7 @@ def test_each_launch_of_a_step_comes_with_its_longest_row():
     assert tiles().kinds(batch(1, 20, 0, 300, 3)) == {"prefill": 300, "decode": 3}
     assert tiles().kinds(batch(1, 20, 0, 5000, 300, 2000, 3)) == {"long": 5000, "decode": 3}
     assert tiles().kinds(batch(0, 0)) == {}
+    assert tiles().kinds(batch(16, 1)) == {"decode": 16} and tiles().kinds(batch(17, 16)) == {"prefill": 17, "decode": 16}
 
 
 def test_either_tile_of_prefill_is_for_every_row_that_a_graph_may_replay_there():
@@ -75,6 +76,8 @@ def test_limits_reach_each_tile_once():
     assert kinds(8, 4096, 8192, 4096) == {"decode": decode, "prefill": [128], "long": [256]}
     assert kinds(8, 4096, 8192, 1000) == {"decode": decode, "prefill": [128], "long": [256]}  # several rows fill the device too
     assert kinds(1, 4096, 8192, 1000) == kinds(8, 1000, 8192, 4096) == kinds(2, 4096, 700, 4096) == {"decode": decode, "prefill": [128]}
+    most = tiles().most_prefill_tokens
+    assert "long" not in kinds(1, most, 8192, 4096) and "long" in kinds(1, most + 1, 8192, 4096)
     assert kinds(8, 4096, 8192, 16) == {"decode": decode}
     assert kinds(8, 4096, 8192, 4) == {"decode": [16]}
 
@@ -83,3 +86,22 @@ def test_there_is_room_for_every_cut_of_the_tokens_into_rows():
     found, limits = tiles(), Limits(max_num_seqs=64, max_num_tokens=8192, max_seq_len=16384, max_query_len=8192)
     for kind, block_q in (("long", 64), ("prefill", 32)):  # the last blocks of rows need not be full
         assert found.room_within(kind, found.config(kind, 8192), limits).units == 64 + 8192 // block_q
+
+
+def test_without_limits_there_is_room_for_the_rows_of_a_launch():
+    step = batch(1, 16, 17, 64, 0, 5000)
+    for kind, block_m, units in (("decode", 64, 2), ("prefill", 128, 1 + 2 + 157), ("long", 256, 1 + 1 + 79)):
+        config = tiles().config(kind, 5000)
+        assert config.block_m == block_m and tiles().room(kind, config, None, step).units == units
+
+
+def test_cross_attention_has_more_queries_than_keys():
+    limits = Limits(8, 4096, 100, 4096)
+    assert {kind for kind, _ in tiles(LLAMA.replace(attn_type="cross")).reachable(limits)} == {"decode", "prefill", "long"}
+    assert {kind for kind, _ in tiles().reachable(limits)} == {"decode", "prefill"}
+
+
+def test_what_always_fills_the_device_is_always_long():
+    found = tiles(programs=1)
+    assert found.most_prefill_tokens < 17 and found.kinds(batch(17)) == {"long": 17}
+    assert {kind for kind, _ in found.reachable(Limits(8, 4096, 8192, 4096))} == {"decode", "long"}

@@ -66,6 +66,13 @@ def test_equal_arguments_give_equal_numbers_wherever_the_pages_are():
     assert not torch.equal(low.dense(0)[0], other.dense(0)[0])
 
 
+@pytest.mark.parametrize("page_size", [8, None])
+def test_a_case_may_have_no_rows(page_size):
+    case = make_case(SPEC.replace(page_size=page_size), [])
+    assert case.batch.num_seqs == case.batch.num_tokens == 0
+    assert page_size is None or case.batch.block_table.shape[0] == 0
+
+
 def test_entries_that_nobody_may_see_are_minus_one():
     case = make_case(SPEC.replace(sliding_window=4), (Row(1, 100),))
     assert (case.batch.block_table[0, :6] == -1).all()

@@ -280,7 +280,9 @@ def test_a_step_that_fills_the_device_has_larger_tiles(changes, machine, device,
     case, short = (make_case(spec, some, device=device) for some in (rows, [row if row.q_len < long else Row(0, 9) for row in rows]))
     backend = TritonBackend(spec, machine, {"programs": 1})
     backend.limits = Limits(8, 200 * longer, 200 * longer, 100 * longer)
-    state = backend.plan(case.batch, None, None)
+    workspace = torch.full((backend.workspace_bytes(backend.limits),), 0xFF, dtype=torch.uint8, device=device)  # NaN
+    state = backend.plan(case.batch, workspace, None)
+    assert {work.slot_out.untyped_storage().data_ptr() for work in state.work.values()} == {workspace.untyped_storage().data_ptr()}
     expect_close(case, attend(case, backend=backend, state=state), oracle(cpu(case)))
     later = backend.plan(short.batch, None, state)
     assert ("long" in state.now) == ("long" in later.work and "long" not in later.now) == (INTERPRETED or machine.arch == "sm90")
