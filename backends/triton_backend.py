@@ -72,9 +72,10 @@ class TritonBackend(Backend):
         for each in work.values():
             launch.plan(given, lens, each, self._features, self.spec.group, self._launch_on(raw))
         rows = kept(given, earlier.rows if earlier else None, self.limits, self.spec.page_size or 1)
-        now = {kind: work[kind] for kind in kinds}
-        of_class = {each.lens: kind for kind, each in work.items()} | {each.lens: kind for kind, each in now.items()}
-        graph = {kind: work[kind] for kind in of_class.values()}
+        now = graph = {kind: work[kind] for kind in kinds}
+        if len(work) > len(now):
+            of_class = {each.lens: kind for kind, each in work.items()} | {each.lens: kind for kind, each in now.items()}
+            graph = {kind: work[kind] for kind in of_class.values()}
         if stream is None or capturing:  # what a graph records is no event for anyone else
             return State(rows, work, now, graph, raw, stream, earlier.ready if earlier else None)
         ready = earlier.ready if earlier and earlier.ready else torch.get_device_module(self._torch_device).Event()
@@ -105,9 +106,7 @@ class TritonBackend(Backend):
             state.used[raw] = stream.record_event()
 
     def _launched(self, state: State) -> dict[str, launch.Work]:
-        if len(state.now) == len(state.graph):  # the same, and no question to the driver
-            return state.now
-        return state.graph if launch.capturing(self._torch_device) else state.now
+        return state.graph if state.graph is not state.now and launch.capturing(self._torch_device) else state.now
 
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, layer: LayerArgs) -> None:
         caches, scales = (self._nhd(k_cache), self._nhd(v_cache)), (self._scale(layer.k_scale), self._scale(layer.v_scale))

@@ -139,8 +139,11 @@ def launch_config(
     if kind == "decode" and rows > 16 and element == 2:
         kind = "verify"
     size = next((size for size in (64, 128, 256) if max(power_of_two(head_size), power_of_two(v_head_size)) <= size), 512)
-    measured = _measured(target, "few" if kind == "verify" and rows <= 32 else kind, size, element, kv_element, page_size)
-    config = measured or _TABLE["prefill" if kind == "long" else kind, element, size]
+    lookup = (size, element, kv_element, page_size)
+    config = _measured(target, "few" if kind == "verify" and rows <= 32 else kind, *lookup)
+    if config is None and kind == "long":
+        config = _measured(target, "prefill", *lookup)
+    config = config or _TABLE["prefill" if kind == "long" else kind, element, size]
     if kind == "verify":
         config = replace(config, block_m=min(rows, config.block_m))
     if target.type == "rocm":  # loads go through registers there, and bytes take more of them
@@ -168,12 +171,11 @@ def _measured(target: Target, kind: str, size: int, element: int, kv_element: in
     if element != 2:
         return None
     if not target.arch.startswith("sm90"):
-        return _FROM_SHARED if kind in ("prefill", "long") and (size, kv_element) == (128, 2) and reads_shared(target) else None
+        return _FROM_SHARED if (kind, size, kv_element) == ("prefill", 128, 2) and reads_shared(target) else None
     by_descriptors = _HOPPER_DESCRIBED.get((kind, kv_element, size))
     if by_descriptors is not None and target.descriptors and described(by_descriptors, page_size):
         return by_descriptors
-    found = _HOPPER.get((kind, kv_element, size))
-    return _measured(target, "prefill", size, element, kv_element, page_size) if found is None and kind == "long" else found
+    return _HOPPER.get((kind, kv_element, size))
 
 
 def reads_shared(target: Target) -> bool:

@@ -109,7 +109,8 @@ def test_prefill_is_captured_too(heads, kv_heads, head_size, longest):
         assert distance(out[:n], eager[:n]) < 2e-3, i
         assert bool(out[n:].isnan().all()), i
         assert distance(out[:n], other.run(q, k, v, other.plan(batch))[:n]) < 2e-3, i  # without limits items are other ones
-    assert len(attention.plan(batch, into=plan)._parts[0].state.work) == (2 if longest == 100 else 3)
+    both = longest > 100 and torch.cuda.get_device_capability() == (9, 0)
+    assert len(plan._parts[0].state.work) == (3 if both else 2)  # decode, and one tile for the others, or both
 
 
 @pytest.mark.parametrize("name", ["plain", "reference window"])
